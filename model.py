@@ -1,0 +1,192 @@
+"""The network, and what the three scripts do around the training of it: device, files, stopping."""
+import ctypes
+import math
+import os
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+
+class Net(nn.Module):
+    """A small CNN for 28 x 28 digits: two convolutions, each with a pool, and two linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, kernel_size=3, padding=1)
+        self.fc1 = nn.Linear(32 * 7 * 7, 64)
+        self.fc2 = nn.Linear(64, 10)
+
+    def forward(self, inputs, labels=None):
+        """Logits, or with labels the loss.
+
+        inputs: float tensor (N, 1, 28, 28); labels: int64 tensor (N,) of classes 0..9, or None.
+        Returns raw logits (N, 10) without labels, else the mean cross-entropy as a 0-dim tensor:
+        under nn.DataParallel each GPU then computes the loss of its own part of the batch.
+        Raises ValueError for inputs of another shape.
+        """
+        if inputs.dim() != 4 or inputs.shape[1:] != (1, 28, 28):
+            raise ValueError(f"Net takes inputs (N, 1, 28, 28), not {tuple(inputs.shape)}")
+        x = F.max_pool2d(F.relu(self.conv1(inputs)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        logits = self.fc2(F.relu(self.fc1(x.flatten(1))))
+        return logits if labels is None else F.cross_entropy(logits, labels)
+
+
+def get_device(name, local_rank=None):
+    """The torch.device for "auto" (a GPU if there is one), "cpu", "cuda" or "mps".
+
+    With a local rank (DDP) it is the GPU of that number, and where a node has fewer GPUs than
+    processes "auto" falls back to the CPU and says so. stop()s where there is no such GPU.
+    """
+    rank, gpus, mps = local_rank or 0, torch.cuda.device_count(), torch.backends.mps.is_available()
+    processes = 1 if local_rank is None else int(os.environ.get("LOCAL_WORLD_SIZE", rank + 1))
+    shortage = f"{processes} processes on this node but {gpus} GPUs: start one process a GPU"
+    if name == "auto":
+        name = "cuda" if gpus >= processes else "mps" if mps and local_rank is None else "cpu"
+        if name == "cpu" and gpus and rank == 0:
+            print(f"warning: training on the CPU: {shortage}", flush=True)
+    if name == "cuda" and gpus < processes:
+        stop(f"--device cuda: {shortage}, or use --device cpu")
+    if name == "mps" and not mps:
+        stop("--device mps: PyTorch sees no such GPU, use --device cpu")
+    if name == "cuda":
+        torch.cuda.set_device(rank)
+    elif sys.platform == "linux":
+        # glibc would give the memory of each step back to the system and take it anew in the next.
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
+        mallopt(M_TRIM_THRESHOLD, 2**30)
+        mallopt(M_MMAP_THRESHOLD, 2**30)
+    return torch.device(name, rank) if name == "cuda" else torch.device(name)
+
+
+def stop(problem):
+    """End the run with one line for the user, and exit code 1. All ranks call this together.
+
+    Global rank 0 says it (local rank 0, before there is a group). The others give it time to, as
+    a launcher kills all processes as soon as one has left with an error.
+    """
+    if dist.get_rank() if dist.is_initialized() else int(os.environ.get("LOCAL_RANK", 0)):
+        time.sleep(5)
+        raise SystemExit(1)
+    raise SystemExit(f"error: {problem}")
+
+
+def check_loss(losses, epoch, step):
+    """stop() at the first loss (list of floats, from this step on) that is NaN or infinite."""
+    for step, loss in enumerate(losses, step):
+        if not math.isfinite(loss):
+            stop(f"the loss is {loss} in epoch {epoch} at step {step}: try a smaller --lr")
+
+
+def save(state, path):
+    """Save so that a crash at any moment leaves the old file whole.
+
+    The new file is written beside it, forced to the disk and renamed, which is one step. stop()s
+    where it cannot be written.
+    """
+    part = Path(f"{path}.part")
+    try:
+        with open(part, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except (OSError, RuntimeError) as error:  # torch.save tells of a full disk by a RuntimeError
+        part.unlink(missing_ok=True)
+        stop(f"cannot save {path}: {error}")
+
+
+def open_output(args, script, options, net):
+    """Make the folder of a run ready; returns it (a Path) and the checkpoint to go on from or None.
+
+    Without args.output_dir a new folder below runs/ is made, named by date, time and script. A
+    checkpoint that is there is read only with args.resume; it must fit `net` and have been made
+    with the same options (a dict). stop()s where the folder cannot be written, or the checkpoint
+    would be overwritten, is not whole or is of another training.
+    """
+    new = f"runs/{datetime.now():%Y%m%d-%H%M%S-%f}_{Path(script).stem}"
+    path = Path(args.output_dir or new, "checkpoint.pth")
+    advice = "use another --output-dir"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=bool(args.output_dir))
+        path.with_name("probe").touch()
+        path.with_name("probe").unlink()
+    except OSError as error:
+        stop(f"cannot write to {path.parent}: {error}")
+    if not path.exists():
+        return path.parent, None
+    if not args.resume:
+        stop(f"{path} exists: go on from it with --resume, or {advice}")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        made, shapes = dict(checkpoint["options"]), shapes_of(checkpoint["model"])
+    except Exception as error:  # whatever a damaged or foreign file can cause
+        reason = type(error).__name__
+        stop(f"{path} is cut off or no checkpoint ({reason}): move it away, or {advice}")
+    if shapes != shapes_of(net.state_dict()):
+        stop(f"{path} is of another model: {advice}")
+    for name, value in options.items():
+        if made.get(name) != value:
+            stop(f"{path} was made with {name} {made.get(name)}, not {value}: {advice}")
+    return path.parent, checkpoint
+
+
+def shapes_of(state_dict):
+    """{name: shape} of the tensors of a state dict."""
+    return {name: value.shape for name, value in state_dict.items()}
+
+
+def load(checkpoint, net, optimizer):
+    """Put the state of a checkpoint into both; returns how many epochs it has seen (None: 0)."""
+    if checkpoint is None:
+        return 0
+    net.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    return checkpoint["epoch"]
+
+
+def on_rank_0(function, *args):
+    """Call it on global rank 0 alone; every rank gets what it returned, or stops as it did.
+
+    So all ranks take the same decision, whatever each of them would find on its own disk.
+    """
+    answer = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = function(*args)
+        except SystemExit as end:
+            answer[1] = end.code.replace("error: ", "", 1)
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1]:
+        stop(answer[1])
+    return answer[0]
+
+
+def open_writer(folder, step, rank=0):
+    """A TensorBoard SummaryWriter that begins at this step, or NoWriter for ranks other than 0.
+
+    What a run that was killed has logged from this step on no longer shows.
+    """
+    if rank > 0:
+        return NoWriter()
+    from torch.utils.tensorboard import SummaryWriter  # a slow import: only where it is used
+    return SummaryWriter(folder, purge_step=step)
+
+
+class NoWriter:
+    """Stands in for the SummaryWriter on the ranks that write nothing."""
+
+    def add_scalar(self, tag, value, step):
+        pass
+
+    def flush(self):
+        pass
