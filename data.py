@@ -8,7 +8,6 @@ import itertools
 import os
 import shutil
 import socket
-import sys
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from data import fetch, load_datasets, make_loader
-from model import Net, check_loss, on_rank_0, open_output, open_writer, get_device, load, save, stop
+from model import Net, check_loss, get_device, load, on_rank_0, open_output, open_writer, save, stop
 
 
 def parse_args():

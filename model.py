@@ -21,8 +21,8 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 16, kernel_size=3, padding=1)
-        self.conv2 = nn.Conv2d(16, 32, kernel_size=3, padding=1)
-        self.fc1 = nn.Linear(32 * 7 * 7, 64)
+        self.conv2 = nn.Conv2d(16, 48, kernel_size=3, padding=1)
+        self.fc1 = nn.Linear(48 * 7 * 7, 64)
         self.fc2 = nn.Linear(64, 10)
 
     def forward(self, inputs, labels=None):
@@ -80,9 +80,9 @@ def stop(problem):
     raise SystemExit(f"error: {problem}")
 
 
-def check_loss(losses, epoch, step):
-    """stop() at the first loss (list of floats, from this step on) that is NaN or infinite."""
-    for step, loss in enumerate(losses, step):
+def check_loss(losses, epoch, first):
+    """stop() at the first of these losses (floats, from this step on) that is NaN or infinite."""
+    for step, loss in enumerate(losses, first):
         if not math.isfinite(loss):
             stop(f"the loss is {loss} in epoch {epoch} at step {step}: try a smaller --lr")
 

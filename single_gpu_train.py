@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from data import load_datasets, make_loader
-from model import Net, check_loss, open_output, open_writer, get_device, load, save
+from model import Net, check_loss, get_device, load, open_output, open_writer, save
 
 
 def parse_args():

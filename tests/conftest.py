@@ -1,4 +1,5 @@
 """What the tests share: small data sets in MNIST's format, and ways to run the scripts."""
+
 import importlib
 import os
 import re
@@ -14,15 +15,22 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from data import FILES, write_idx  # noqa: E402
+from data import FILES, write_idx
 
 SCRIPTS = ("single_gpu_train.py", "data_parallel_train.py", "ddp_train.py")
-EPOCH_LINE = re.compile(r"^epoch (\d+)/\d+ (\w+): test loss (\S+)  accuracy (\S+) % "
-                        r"\((\d+)/(\d+)\)$", re.M)
+EPOCH_LINE = re.compile(
+    r"^epoch (\d+)/\d+ (\w+): test loss (\S+)  accuracy (\S+) % "
+    r"\((\d+)/(\d+)\)$",
+    re.M,
+)
 
 # One thread a process; and no network beyond this machine, by a proxy where nobody listens.
-os.environ.update(OMP_NUM_THREADS="1", http_proxy="http://127.0.0.1:9", no_proxy="127.0.0.1",
-                  https_proxy="http://127.0.0.1:9")
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    http_proxy="http://127.0.0.1:9",
+    no_proxy="127.0.0.1",
+    https_proxy="http://127.0.0.1:9",
+)
 torch.set_num_threads(1)
 
 
@@ -31,7 +39,7 @@ def write_mnist(data_dir, train, test):
     rng = np.random.RandomState(0)
     patterns = np.zeros((10, 28, 28), int)
     for digit in range(10):
-        patterns[digit, 2 * digit:2 * digit + 9, digit % 2 * 14:][:, :14] = 255
+        patterns[digit, 2 * digit : 2 * digit + 9, digit % 2 * 14 :][:, :14] = 255
     folder = Path(data_dir, "MNIST", "raw")
     folder.mkdir(parents=True)
     for half, count in (("train", train), ("t10k", test)):
@@ -57,8 +65,14 @@ def free_port():
 
 
 def launch_command(processes, *options):
-    return [sys.executable, "-m", "torch.distributed.launch", f"--nproc_per_node={processes}",
-            f"--master_port={free_port()}", *options]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.launch",
+        f"--nproc_per_node={processes}",
+        f"--master_port={free_port()}",
+        *options,
+    ]
 
 
 def run(*command, code=0, timeout=120, cwd=None, **env):
@@ -66,8 +80,15 @@ def run(*command, code=0, timeout=120, cwd=None, **env):
     command = [str(part) for part in command]
     if command[0] in SCRIPTS:
         command = [sys.executable, str(ROOT / command[0]), *command[1:]]
-    done = subprocess.run(command, cwd=cwd or ROOT, timeout=timeout, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **env})
+    done = subprocess.run(
+        command,
+        cwd=cwd or ROOT,
+        timeout=timeout,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **env},
+    )
     if code is not None:
         assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
     return done
@@ -80,11 +101,13 @@ def run_ddp(processes, *options, **kwargs):
 @pytest.fixture
 def run_here(monkeypatch, capsys):
     """Run the main() of a script in this process; returns what it printed."""
+
     def run_main(script, *options):
         monkeypatch.setattr(sys, "argv", [script, *(str(option) for option in options)])
         capsys.readouterr()
         importlib.import_module(Path(script).stem).main()
         return capsys.readouterr().out
+
     return run_main
 
 
@@ -100,9 +123,12 @@ def distance(one, other):
 
 
 def scalars(folder):
-    """{tag: [(step, value), ...]} of the TensorBoard events in a folder, as TensorBoard shows them."""
+    """{tag: [(step, value), ...]} of the events in a folder, as TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)]
-            for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }

@@ -1,4 +1,5 @@
 """The data sets: lazy, whole batches, fetched with care, and the digits drawn here."""
+
 import gzip
 import hashlib
 import http.server
@@ -65,8 +66,9 @@ def test_items_and_batches(in_mnist_folder):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_plain_loader(in_mnist_folder, workers):
-    images, labels = next(iter(DataLoader(in_mnist_folder.train_dataset, batch_size=64,
-                                          num_workers=workers)))
+    images, labels = next(
+        iter(DataLoader(in_mnist_folder.train_dataset, batch_size=64, num_workers=workers))
+    )
     assert images.shape == (64, 1, 28, 28) and labels.shape == (64,)
     assert torch.equal(images[7], in_mnist_folder.train_dataset[7][0])
 
@@ -91,10 +93,14 @@ if __name__ == "__main__":
 def test_our_loader_fetches_a_batch_by_one_index(in_mnist_folder, monkeypatch):
     calls = []
     real = in_mnist_folder.Digits.__getitem__
-    monkeypatch.setattr(in_mnist_folder.Digits, "__getitem__",
-                        lambda self, index: calls.append(index) or real(self, index))
-    loader = in_mnist_folder.make_loader(in_mnist_folder.train_dataset, 64, range(100),
-                                         torch.device("cpu"))
+    monkeypatch.setattr(
+        in_mnist_folder.Digits,
+        "__getitem__",
+        lambda self, index: calls.append(index) or real(self, index),
+    )
+    loader = in_mnist_folder.make_loader(
+        in_mnist_folder.train_dataset, 64, range(100), torch.device("cpu")
+    )
     assert len(loader) == 2 and [len(labels) for _, labels in loader] == [64, 36]
     assert calls == [list(range(64)), list(range(64, 100))]
 
@@ -103,8 +109,9 @@ def test_pickled_before_use_it_carries_no_data():
     assert len(pickle.dumps(data.Digits(train=True))) < 1000
 
 
-@pytest.mark.parametrize("shape", [(28, 28), (1, 28, 28), (2, 28, 28), (4, 1, 28, 27),
-                                   (2, 3, 28, 28), (1, 784)])
+@pytest.mark.parametrize(
+    "shape", [(28, 28), (1, 28, 28), (2, 28, 28), (4, 1, 28, 27), (2, 3, 28, 28), (1, 784)]
+)
 def test_inputs_of_another_shape_are_refused(shape):
     with pytest.raises(ValueError, match=r"\(N, 1, 28, 28\)"):
         importlib.import_module("model").Net()(torch.zeros(shape))
@@ -123,7 +130,9 @@ def test_synthetic_digits_are_the_same_everywhere():
     images, labels = data.draw_digits(200, 5)
     assert images.shape == (200, 28, 28) and images.dtype == labels.dtype == np.uint8
     assert np.bincount(labels).tolist() == [20] * 10
-    assert hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()[:16] == "3ba0d9980a11508d"
+    assert (
+        hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()[:16] == "3ba0d9980a11508d"
+    )
     assert not np.array_equal(images, data.draw_digits(200, 6)[0])
 
 
@@ -146,10 +155,20 @@ def test_auto_without_mnist_and_network_takes_the_synthetic_digits(tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_mnist_insists(tmp_path, processes):
-    options = ("--data-dir", tmp_path / "data", "--dataset", "mnist", "--output-dir", tmp_path / "out")
-    done = (run("single_gpu_train.py", *options, code=1) if processes == 1 else
-            run_ddp(processes, *options, code=1))
-    error, = (line for line in done.stderr.splitlines() if "error: " in line and "MNIST" in line)
+    options = (
+        "--data-dir",
+        tmp_path / "data",
+        "--dataset",
+        "mnist",
+        "--output-dir",
+        tmp_path / "out",
+    )
+    done = (
+        run("single_gpu_train.py", *options, code=1)
+        if processes == 1
+        else run_ddp(processes, *options, code=1)
+    )
+    (error,) = (line for line in done.stderr.splitlines() if "error: " in line and "MNIST" in line)
     assert "train-images-idx3-ubyte is missing" in error and "--dataset synthetic" in error
     assert not (tmp_path / "out").exists() and not done.stdout
 
@@ -157,16 +176,33 @@ def test_mnist_insists(tmp_path, processes):
 DAMAGES = {
     "missing": (lambda raw: (raw / "t10k-labels-idx1-ubyte").unlink(), "t10k-labels-idx1-ubyte"),
     "empty": (lambda raw: (raw / "train-images-idx3-ubyte").write_bytes(b""), "train-images-idx3"),
-    "truncated": (lambda raw: (raw / "train-images-idx3-ubyte").write_bytes(
-        (raw / "train-images-idx3-ubyte").read_bytes()[:-1]), "train-images-idx3-ubyte"),
-    "longer": (lambda raw: (raw / "train-labels-idx1-ubyte").write_bytes(
-        (raw / "train-labels-idx1-ubyte").read_bytes() + b"0"), "train-labels-idx1-ubyte"),
-    "labels for images": (lambda raw: swap(raw / "train-images-idx3-ubyte",
-                                           raw / "train-labels-idx1-ubyte"), "train-images-idx3-ubyte"),
-    "train for test": (lambda raw: swap(raw / "train-images-idx3-ubyte",
-                                        raw / "t10k-images-idx3-ubyte"), "do not fit"),
-    "a folder": (lambda raw: ((raw / "train-images-idx3-ubyte").unlink(),
-                              (raw / "train-images-idx3-ubyte").mkdir()), "train-images-idx3-ubyte"),
+    "truncated": (
+        lambda raw: (raw / "train-images-idx3-ubyte").write_bytes(
+            (raw / "train-images-idx3-ubyte").read_bytes()[:-1]
+        ),
+        "train-images-idx3-ubyte",
+    ),
+    "longer": (
+        lambda raw: (raw / "train-labels-idx1-ubyte").write_bytes(
+            (raw / "train-labels-idx1-ubyte").read_bytes() + b"0"
+        ),
+        "train-labels-idx1-ubyte",
+    ),
+    "labels for images": (
+        lambda raw: swap(raw / "train-images-idx3-ubyte", raw / "train-labels-idx1-ubyte"),
+        "train-images-idx3-ubyte",
+    ),
+    "train for test": (
+        lambda raw: swap(raw / "train-images-idx3-ubyte", raw / "t10k-images-idx3-ubyte"),
+        "do not fit",
+    ),
+    "a folder": (
+        lambda raw: (
+            (raw / "train-images-idx3-ubyte").unlink(),
+            (raw / "train-images-idx3-ubyte").mkdir(),
+        ),
+        "train-images-idx3-ubyte",
+    ),
 }
 
 
@@ -213,7 +249,9 @@ class MirrorHandler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content[:len(content) // 2] if server.behaviour == "breaks off" else content)
+        self.wfile.write(
+            content[: len(content) // 2] if server.behaviour == "breaks off" else content
+        )
         return None
 
     def log_message(self, *args):
@@ -226,8 +264,11 @@ def mirrors(tmp_path, monkeypatch):
     datasets = pytest.importorskip("torchvision.datasets")
     raw = write_mnist(tmp_path / "origin", 30, 10) / "MNIST" / "raw"
     files = {f"{path.name}.gz": gzip.compress(path.read_bytes()) for path in sorted(raw.iterdir())}
-    monkeypatch.setattr(datasets.MNIST, "resources", [
-        (name, hashlib.md5(content).hexdigest()) for name, content in files.items()])
+    monkeypatch.setattr(
+        datasets.MNIST,
+        "resources",
+        [(name, hashlib.md5(content).hexdigest()) for name, content in files.items()],
+    )
     real = socket.setdefaulttimeout
     monkeypatch.setattr(socket, "setdefaulttimeout", lambda limit: real(limit and 1))
     servers = []
@@ -248,8 +289,9 @@ def test_the_next_mirror_is_tried(mirrors, tmp_path, behaviour):
     assert data.fetch("mnist", tmp_path / "new") == ""
     assert set(good.requests) == set(good.files)
     assert len(data.load_datasets("mnist", tmp_path / "new")[0]) == 30
-    assert sorted(path.name for path in (tmp_path / "new" / "MNIST" / "raw").iterdir()) == \
-        sorted(data.FILES)  # nothing is left over
+    assert sorted(path.name for path in (tmp_path / "new" / "MNIST" / "raw").iterdir()) == sorted(
+        data.FILES
+    )  # nothing is left over
 
 
 @pytest.mark.parametrize("behaviour", ["refuses", "silent", "breaks off"])
@@ -283,8 +325,10 @@ def test_an_interrupted_download_is_not_built_upon(mirrors, tmp_path):
 
 
 def test_several_jobs_that_fetch_into_one_folder_take_turns(mirrors, tmp_path):
-    server, = mirrors("good")
-    threads = [threading.Thread(target=data.fetch, args=("mnist", tmp_path / "data")) for _ in range(4)]
+    (server,) = mirrors("good")
+    threads = [
+        threading.Thread(target=data.fetch, args=("mnist", tmp_path / "data")) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

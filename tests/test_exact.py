@@ -1,4 +1,5 @@
 """One training, three strategies: the same weights, counts and curves, whatever the processes."""
+
 import importlib
 import time
 
@@ -31,6 +32,7 @@ def chunked(monkeypatch):
     def use(parts):
         monkeypatch.setattr(torch.nn, "DataParallel", ChunkedDataParallel)
         monkeypatch.setattr(ChunkedDataParallel, "parts", parts)
+
     return use
 
 
@@ -40,9 +42,18 @@ def runs(tmp_path_factory, mnist):
     root = tmp_path_factory.mktemp("runs")
     results = {}
     for processes, batch in ((1, 48), (2, 24), (3, 16), (4, 12)):
-        options = ("--data-dir", mnist, *TRAINING, "--batch-size", batch,
-                   "--output-dir", root / str(processes))
-        done = run("single_gpu_train.py", *options) if processes == 1 else run_ddp(processes, *options)
+        options = (
+            "--data-dir",
+            mnist,
+            *TRAINING,
+            "--batch-size",
+            batch,
+            "--output-dir",
+            root / str(processes),
+        )
+        done = (
+            run("single_gpu_train.py", *options) if processes == 1 else run_ddp(processes, *options)
+        )
         results[processes] = root / str(processes), done.stdout
     return results
 
@@ -53,11 +64,21 @@ def test_ddp_ends_with_the_weights_of_one_gpu(runs, processes):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
-def test_data_parallel_ends_with_the_weights_of_one_gpu(runs, run_here, chunked, mnist, tmp_path, parts):
+def test_data_parallel_ends_with_the_weights_of_one_gpu(
+    runs, run_here, chunked, mnist, tmp_path, parts
+):
     if parts > 1:
         chunked(parts)
-    run_here("data_parallel_train.py", "--data-dir", mnist, *TRAINING, "--batch-size", 48,
-             "--output-dir", tmp_path)
+    run_here(
+        "data_parallel_train.py",
+        "--data-dir",
+        mnist,
+        *TRAINING,
+        "--batch-size",
+        48,
+        "--output-dir",
+        tmp_path,
+    )
     assert distance(weights(runs[1][0]), weights(tmp_path)) < 1e-5
 
 
@@ -68,34 +89,52 @@ def test_the_training_did_something(runs):
 
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_evaluation_counts_every_image_once(runs, processes):
-    assert [line[4:] for line in EPOCH_LINE.findall(runs[processes][1])] == \
-        [line[4:] for line in EPOCH_LINE.findall(runs[1][1])]
+    assert [line[4:] for line in EPOCH_LINE.findall(runs[processes][1])] == [
+        line[4:] for line in EPOCH_LINE.findall(runs[1][1])
+    ]
     assert EPOCH_LINE.findall(runs[1][1])[0][5] == "201"
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_logged_curves_are_the_global_ones(runs, processes):
     single, ddp = (scalars(runs[count][0]) for count in (1, processes))
-    assert single.keys() == ddp.keys() == {"train/loss", "train/lr", "train/images_per_second",
-                                           "test/loss", "test/accuracy"}
+    assert (
+        single.keys()
+        == ddp.keys()
+        == {"train/loss", "train/lr", "train/images_per_second", "test/loss", "test/accuracy"}
+    )
     for tag in single.keys() - {"train/images_per_second"}:
         assert [step for step, _ in single[tag]] == [step for step, _ in ddp[tag]]
-        assert [value for _, value in single[tag]] == \
-            pytest.approx([value for _, value in ddp[tag]], rel=1e-4, abs=1e-5), tag
-    assert [step for step, _ in single["train/loss"]] == \
-        [336, 672, 1001, 1001 + 336, 1001 + 672, 2002]  # images seen
+        assert [value for _, value in single[tag]] == pytest.approx(
+            [value for _, value in ddp[tag]], rel=1e-4, abs=1e-5
+        ), tag
+    assert [step for step, _ in single["train/loss"]] == [
+        336,
+        672,
+        1001,
+        1001 + 336,
+        1001 + 672,
+        2002,
+    ]  # images seen
 
 
 @pytest.mark.parametrize("train, processes", [(5, 1), (5, 2), (1, 2), (2, 3), (5, 4)])
 def test_one_test_image_and_few_training_images(tmp_path, run_here, train, processes):
     data_dir = write_mnist(tmp_path / "data", train, 1)
-    options = ("--data-dir", data_dir, "--epochs", 2, "--lr", 0.5, "--log-interval", 1)
-    alone = run_here("single_gpu_train.py", *options, "--batch-size", processes,
-                     "--output-dir", tmp_path / "single")
+    options = ("--data-dir", data_dir, "--epochs", 2, "--lr", 0.02, "--log-interval", 1)
+    alone = run_here(
+        "single_gpu_train.py",
+        *options,
+        "--batch-size",
+        processes,
+        "--output-dir",
+        tmp_path / "single",
+    )
     ddp = run_ddp(processes, *options, "--batch-size", 1, "--output-dir", tmp_path / "ddp").stdout
     assert [line[5] for line in EPOCH_LINE.findall(ddp)] == ["1", "1"]
-    assert [line[4:] for line in EPOCH_LINE.findall(ddp)] == \
-        [line[4:] for line in EPOCH_LINE.findall(alone)]
+    assert [line[4:] for line in EPOCH_LINE.findall(ddp)] == [
+        line[4:] for line in EPOCH_LINE.findall(alone)
+    ]
     steps = -(-train // processes)
     assert f"step {steps}/{steps}" in ddp
     assert distance(weights(tmp_path / "single"), weights(tmp_path / "ddp")) < 1e-5
@@ -103,7 +142,8 @@ def test_one_test_image_and_few_training_images(tmp_path, run_here, train, proce
 
 @pytest.mark.parametrize("images, parts", [(5, 4), (2, 4), (7, 3), (9, 4), (1, 4)])
 def test_uneven_chunks_give_the_loss_and_gradient_of_the_batch(
-        monkeypatch, run_here, chunked, tmp_path, images, parts, recwarn):
+    monkeypatch, run_here, chunked, tmp_path, images, parts, recwarn
+):
     data_dir = write_mnist(tmp_path / "data", images, 3)
     gradients, losses = [], []
 
@@ -127,13 +167,24 @@ def test_the_gather_warning_is_silenced(run_here, mnist, tmp_path, recwarn, monk
 
     class Warning(ChunkedDataParallel):
         def forward(self, *inputs):
-            warnings.warn("Was asked to gather along dimension 0, but all input tensors were "
-                          "scalars; will instead unsqueeze and return a vector.")
+            warnings.warn(
+                "Was asked to gather along dimension 0, but all input tensors were "
+                "scalars; will instead unsqueeze and return a vector."
+            )
             return super().forward(*inputs)
 
     monkeypatch.setattr(torch.nn, "DataParallel", Warning)
-    run_here("data_parallel_train.py", "--data-dir", mnist, "--epochs", 1, "--batch-size", 500,
-             "--output-dir", tmp_path)
+    run_here(
+        "data_parallel_train.py",
+        "--data-dir",
+        mnist,
+        "--epochs",
+        1,
+        "--batch-size",
+        500,
+        "--output-dir",
+        tmp_path,
+    )
     assert not [warning for warning in recwarn if "gather" in str(warning.message)]
 
 
@@ -151,8 +202,19 @@ def test_the_order_is_that_of_the_distributed_sampler(run_here, monkeypatch, tmp
 
     real_loader = script.make_loader
     monkeypatch.setattr(script, "make_loader", make_loader)
-    run_here("single_gpu_train.py", "--data-dir", data_dir, "--epochs", 2, "--seed", 7,
-             "--batch-size", 4, "--output-dir", tmp_path / "out")
+    run_here(
+        "single_gpu_train.py",
+        "--data-dir",
+        data_dir,
+        "--epochs",
+        2,
+        "--seed",
+        7,
+        "--batch-size",
+        4,
+        "--output-dir",
+        tmp_path / "out",
+    )
     batches = list(orders[0].sampler)
     deals = []
     for rank in range(2):
@@ -188,8 +250,9 @@ def train_in_two_parts(monkeypatch, run_here, script, options, epochs):
 def test_resume_is_exact(monkeypatch, run_here, mnist, tmp_path, script):
     options = ("--data-dir", mnist, "--epochs", 4, "--log-interval", 5)
     run_here(script, *options, "--output-dir", tmp_path / "straight")
-    out = train_in_two_parts(monkeypatch, run_here, script,
-                             (*options, "--output-dir", tmp_path / "parts"), 2)
+    out = train_in_two_parts(
+        monkeypatch, run_here, script, (*options, "--output-dir", tmp_path / "parts"), 2
+    )
     assert [line[0] for line in EPOCH_LINE.findall(out)] == ["3", "4"]
     one, other = weights(tmp_path / "straight"), weights(tmp_path / "parts")
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -198,7 +261,9 @@ def test_resume_is_exact(monkeypatch, run_here, mnist, tmp_path, script):
         assert straight[tag] == parts[tag], tag
 
 
-def test_a_run_killed_within_an_epoch_leaves_no_fold_in_the_curves(monkeypatch, run_here, mnist, tmp_path):
+def test_a_run_killed_within_an_epoch_leaves_no_fold_in_the_curves(
+    monkeypatch, run_here, mnist, tmp_path
+):
     module = importlib.import_module("single_gpu_train")
     options = ("--data-dir", mnist, "--epochs", 2, "--log-interval", 5, "--output-dir", tmp_path)
 
@@ -219,8 +284,9 @@ def test_a_run_killed_within_an_epoch_leaves_no_fold_in_the_curves(monkeypatch, 
 
 
 def test_checkpoints_go_from_script_to_script_and_between_world_sizes(
-        monkeypatch, run_here, runs, mnist, tmp_path):
-    """Epoch 1 by the single-GPU script with global batch 48, epoch 2 by DDP: the curve of one run."""
+    monkeypatch, run_here, runs, mnist, tmp_path
+):
+    """Epoch 1 by the single-GPU script, epoch 2 by DDP, and it is as one run."""
     module = importlib.import_module("single_gpu_train")
     options = ("--data-dir", mnist, *TRAINING, "--output-dir", tmp_path)
     real_save = module.save
@@ -268,6 +334,7 @@ def test_seeds(run_here):
     import random
 
     import numpy as np
+
     for script in ("single_gpu_train", "data_parallel_train", "ddp_train"):
         set_seed = importlib.import_module(script).set_seed
         drawn = []
@@ -292,9 +359,11 @@ ddp_train.load = load
 ddp_train.main()
 """)
     from conftest import launch_command
+
     run(*launch_command(2), probe, "--data-dir", mnist, "--output-dir", tmp_path / "out")
     (weights0, random0), (weights1, random1) = (
-        (tmp_path / f"rank{rank}").read_text().split() for rank in range(2))
+        (tmp_path / f"rank{rank}").read_text().split() for rank in range(2)
+    )
     assert weights0 == weights1
     assert random0 != random1
 
@@ -303,11 +372,24 @@ def test_losses_are_fetched_only_for_the_log_lines(monkeypatch, run_here, mnist,
     """21 steps and an evaluation, but 3 log lines: no .item() or .tolist() per step."""
     calls = []
     for name in ("item", "tolist", "__float__", "__bool__", "__int__", "cpu", "numpy"):
+
         def count(tensor, *args, real=getattr(torch.Tensor, name), name=name):
             calls.append((name, tensor.dtype))
             return real(tensor, *args)
+
         monkeypatch.setattr(torch.Tensor, name, count)
-    run_here("single_gpu_train.py", "--data-dir", mnist, "--epochs", 1, "--batch-size", 48,
-             "--log-interval", 10, "--output-dir", tmp_path)
+    run_here(
+        "single_gpu_train.py",
+        "--data-dir",
+        mnist,
+        "--epochs",
+        1,
+        "--batch-size",
+        48,
+        "--log-interval",
+        10,
+        "--output-dir",
+        tmp_path,
+    )
     floats = [name for name, dtype in calls if dtype == torch.float32 and name != "cpu"]
     assert floats == ["tolist"] * 4  # three log lines and one evaluation

@@ -1,4 +1,5 @@
 """What a user sees: options, launchers, printed lines, files, and the errors of a wrong start."""
+
 import importlib
 import re
 import shutil
@@ -18,8 +19,18 @@ def help_of(script):
 
 def test_help_is_the_same_text_in_all_scripts():
     single, parallel, ddp = (help_of(script) for script in SCRIPTS)
-    assert {"--epochs", "--batch-size", "--lr", "--seed", "--dataset", "--data-dir", "--output-dir",
-            "--resume", "--device", "--log-interval"} <= single.keys()
+    assert {
+        "--epochs",
+        "--batch-size",
+        "--lr",
+        "--seed",
+        "--dataset",
+        "--data-dir",
+        "--output-dir",
+        "--resume",
+        "--device",
+        "--log-interval",
+    } <= single.keys()
     assert single == parallel
     own = [name for name in ddp if "local" in name]
     assert own and single == {name: text for name, text in ddp.items() if name not in own}
@@ -30,33 +41,57 @@ def test_defaults(monkeypatch):
         monkeypatch.setattr(sys, "argv", [script])
         args = vars(importlib.import_module(script[:-3]).parse_args())
         assert args.pop("local_rank", -1) == -1
-        assert args == {"epochs": 3, "batch_size": 64, "lr": 0.1, "seed": 42, "dataset": "auto",
-                        "data_dir": "data", "output_dir": None, "resume": False, "device": "auto",
-                        "log_interval": 50}
+        assert args == {
+            "epochs": 3,
+            "batch_size": 64,
+            "lr": 0.1,
+            "seed": 42,
+            "dataset": "auto",
+            "data_dir": "data",
+            "output_dir": None,
+            "resume": False,
+            "device": "auto",
+            "log_interval": 50,
+        }
 
 
 LAUNCHERS = {
     "launch": lambda: launch_command(2),
     "launch --use_env": lambda: launch_command(2, "--use_env"),
-    "torchrun": lambda: [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                         "--nproc_per_node=2"],
+    "torchrun": lambda: [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+    ],
     "plain": lambda: [sys.executable],
 }
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launchers(launcher, mnist, tmp_path):
-    done = run(*LAUNCHERS[launcher](), ROOT / "ddp_train.py", "--data-dir", mnist, *QUICK,
-               "--output-dir", tmp_path)
+    done = run(
+        *LAUNCHERS[launcher](),
+        ROOT / "ddp_train.py",
+        "--data-dir",
+        mnist,
+        *QUICK,
+        "--output-dir",
+        tmp_path,
+    )
     size = 1 if launcher == "plain" else 2
     assert done.stdout.startswith(
         f"ddp_train.py: device cpu, backend gloo, world size {size}, mnist (1001 + 201 images), "
-        f"lr 0.1, global batch {500 * size} = 500 x {size}\n")
+        f"lr 0.1, global batch {500 * size} = 500 x {size}\n"
+    )
     assert len(EPOCH_LINE.findall(done.stdout)) == 1  # rank 0 alone speaks
     assert done.stdout.endswith(f"the model is in {tmp_path / 'model.pth'}\n")
 
 
-@pytest.mark.parametrize("spelling", [["--local_rank=1"], ["--local-rank=1"], ["--local-rank", "1"]])
+@pytest.mark.parametrize(
+    "spelling", [["--local_rank=1"], ["--local-rank=1"], ["--local-rank", "1"]]
+)
 def test_both_spellings_of_the_local_rank_and_the_environment_wins(monkeypatch, spelling):
     module = importlib.import_module("ddp_train")
     monkeypatch.setattr(sys, "argv", ["ddp_train.py", *spelling])
@@ -79,18 +114,36 @@ def test_both_spellings_of_the_local_rank_and_the_environment_wins(monkeypatch, 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_a_run_prints_and_leaves(script, mnist, tmp_path):
     run_env = dict(cwd=tmp_path, PYTHONWARNINGS="error")
-    done = run(script, "--data-dir", mnist, "--epochs", 2, "--batch-size", 100,
-               "--log-interval", 4, **run_env)
+    done = run(
+        script,
+        "--data-dir",
+        mnist,
+        "--epochs",
+        2,
+        "--batch-size",
+        100,
+        "--log-interval",
+        4,
+        **run_env,
+    )
     lines = done.stdout.splitlines()
-    assert re.fullmatch(rf"{script}: device cpu, backend (none|gloo), world size 1, "
-                        r"mnist \(1001 \+ 201 images\), lr 0.1, global batch 100 = 100 x 1", lines[0])
-    steps = [re.fullmatch(r"epoch (\d)/2 step (\d+)/11 loss \d\.\d{4} \d+ images/s \d+ s left", line)
-             for line in lines[1:4]]
+    assert re.fullmatch(
+        rf"{script}: device cpu, backend (none|gloo), world size 1, "
+        r"mnist \(1001 \+ 201 images\), lr 0.1, global batch 100 = 100 x 1",
+        lines[0],
+    )
+    steps = [
+        re.fullmatch(r"epoch (\d)/2 step (\d+)/11 loss \d\.\d{4} \d+ images/s \d+ s left", line)
+        for line in lines[1:4]
+    ]
     assert [match.groups() for match in steps] == [("1", "4"), ("1", "8"), ("1", "11")]
-    assert [line[:2] for line in EPOCH_LINE.findall(done.stdout)] == [("1", "mnist"), ("2", "mnist")]
+    assert [line[:2] for line in EPOCH_LINE.findall(done.stdout)] == [
+        ("1", "mnist"),
+        ("2", "mnist"),
+    ]
     assert not done.stderr
 
-    folder, = (tmp_path / "runs").iterdir()
+    (folder,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-\d{6}_" + script[:-3], folder.name)
     assert lines[-1] == f"the model is in runs/{folder.name}/model.pth"
     names = sorted(path.name for path in folder.iterdir())
@@ -118,10 +171,21 @@ def error_of(done):
     return lines[0]
 
 
-BAD_OPTIONS = [("--epochs", "0"), ("--batch-size", "-3"), ("--lr", "nan"), ("--lr", "inf"),
-               ("--lr", "0"), ("--seed", "-1"), ("--log-interval", "0"), ("--epochs", "1e3"),
-               ("--device", "tpu"), ("--dataset", "cifar"), ("--resume",), ("--batch-size", "1" * 30),
-               ("--nproc_per_node=2",)]
+BAD_OPTIONS = [
+    ("--epochs", "0"),
+    ("--batch-size", "-3"),
+    ("--lr", "nan"),
+    ("--lr", "inf"),
+    ("--lr", "0"),
+    ("--seed", "-1"),
+    ("--log-interval", "0"),
+    ("--epochs", "1e3"),
+    ("--device", "tpu"),
+    ("--dataset", "cifar"),
+    ("--resume",),
+    ("--batch-size", "1" * 30),
+    ("--nproc_per_node=2",),
+]
 
 
 @pytest.mark.parametrize("options", BAD_OPTIONS, ids=" ".join)
@@ -155,8 +219,15 @@ def test_a_finished_run_is_left_alone_and_a_longer_one_goes_on(run_here, mnist, 
 
 
 def test_resume_starts_where_there_is_nothing(run_here, mnist, tmp_path):
-    out = run_here("single_gpu_train.py", "--data-dir", mnist, *QUICK, "--output-dir",
-                   tmp_path / "new", "--resume")
+    out = run_here(
+        "single_gpu_train.py",
+        "--data-dir",
+        mnist,
+        *QUICK,
+        "--output-dir",
+        tmp_path / "new",
+        "--resume",
+    )
     assert len(EPOCH_LINE.findall(out)) == 1
 
 
@@ -188,11 +259,21 @@ def test_ddp_refuses_once_for_all_ranks(mnist, finished):
     assert "checkpoint.pth exists" in error_of(done)
 
 
-@pytest.mark.parametrize("what, reason", [
-    ("cut", "cut off"), ("empty", "cut off"), ("text", "cut off"), ("model.pth", "cut off"),
-    ("other model", "another model"), ("other dataset", "dataset synthetic"), ("other seed", "seed 7")])
+@pytest.mark.parametrize(
+    "what, reason",
+    [
+        ("cut", "cut off"),
+        ("empty", "cut off"),
+        ("text", "cut off"),
+        ("model.pth", "cut off"),
+        ("other model", "another model"),
+        ("other dataset", "dataset synthetic"),
+        ("other seed", "seed 7"),
+    ],
+)
 def test_a_checkpoint_that_does_not_fit_is_named(
-        run_here, capsys, mnist, finished, tmp_path, what, reason):
+    run_here, capsys, mnist, finished, tmp_path, what, reason
+):
     path = tmp_path / "checkpoint.pth"
     state = torch.load(finished / "checkpoint.pth", weights_only=True)
     content = (finished / "checkpoint.pth").read_bytes()
@@ -202,29 +283,55 @@ def test_a_checkpoint_that_does_not_fit_is_named(
         if what == "other model":
             state["model"]["fc2.weight"] = torch.zeros(10, 3)
         else:
-            state["options"].update({"other dataset": {"dataset": "synthetic"},
-                                     "other seed": {"seed": 7}}[what])
+            state["options"].update(
+                {"other dataset": {"dataset": "synthetic"}, "other seed": {"seed": 7}}[what]
+            )
         torch.save(state, path)
     else:
-        path.write_bytes({"cut": content[:len(content) // 2], "empty": b"", "text": b"hello"}[what])
+        path.write_bytes(
+            {"cut": content[: len(content) // 2], "empty": b"", "text": b"hello"}[what]
+        )
     before = path.read_bytes()
-    error = refusal(run_here, capsys, "single_gpu_train.py", "--data-dir", mnist, *QUICK,
-                    "--epochs", 5, "--output-dir", tmp_path, "--resume")
+    error = refusal(
+        run_here,
+        capsys,
+        "single_gpu_train.py",
+        "--data-dir",
+        mnist,
+        *QUICK,
+        "--epochs",
+        5,
+        "--output-dir",
+        tmp_path,
+        "--resume",
+    )
     assert str(path) in error and reason in error
-    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["checkpoint.pth"]
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [
+        "checkpoint.pth"
+    ]
 
 
 def test_output_that_cannot_be_written(run_here, capsys, mnist, tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        error = refusal(run_here, capsys, "single_gpu_train.py", "--data-dir", mnist, *QUICK,
-                        "--output-dir", folder)
+        error = refusal(
+            run_here,
+            capsys,
+            "single_gpu_train.py",
+            "--data-dir",
+            mnist,
+            *QUICK,
+            "--output-dir",
+            folder,
+        )
         assert str(folder) in error
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("script, device", [(SCRIPTS[0], "cuda"), (SCRIPTS[1], "cuda"),
-                                            (SCRIPTS[2], "cuda"), (SCRIPTS[0], "mps")])
+@pytest.mark.parametrize(
+    "script, device",
+    [(SCRIPTS[0], "cuda"), (SCRIPTS[1], "cuda"), (SCRIPTS[2], "cuda"), (SCRIPTS[0], "mps")],
+)
 def test_a_gpu_that_is_not_there(run_here, capsys, script, device):
     if device == "mps" and torch.backends.mps.is_available():
         pytest.skip("there is such a GPU here")
@@ -246,7 +353,8 @@ def test_more_processes_than_gpus(monkeypatch, capsys):
 
 
 def test_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
-        run_here, capsys, monkeypatch, mnist, finished, tmp_path):
+    run_here, capsys, monkeypatch, mnist, finished, tmp_path
+):
     shutil.copytree(finished, tmp_path / "run")
     before = (tmp_path / "run" / "checkpoint.pth").read_bytes()
     forward, calls = importlib.import_module("model").Net.forward, []
@@ -256,8 +364,20 @@ def test_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
         return forward(net, inputs, labels) * (float("nan") if len(calls) >= 2 else 1)
 
     monkeypatch.setattr("model.Net.forward", broken)
-    error = refusal(run_here, capsys, "single_gpu_train.py", "--data-dir", mnist, "--epochs", 2,
-                    "--batch-size", 500, "--output-dir", tmp_path / "run", "--resume")
+    error = refusal(
+        run_here,
+        capsys,
+        "single_gpu_train.py",
+        "--data-dir",
+        mnist,
+        "--epochs",
+        2,
+        "--batch-size",
+        500,
+        "--output-dir",
+        tmp_path / "run",
+        "--resume",
+    )
     assert "nan in epoch 2 at step 2" in error
     assert (tmp_path / "run" / "checkpoint.pth").read_bytes() == before
 
@@ -308,7 +428,9 @@ def test_saving_changes_nothing_in_the_live_model(monkeypatch, run_here, mnist, 
     assert nets[0].conv2.weight.requires_grad
 
 
-def test_two_runs_started_in_the_same_second_do_not_share_a_folder(run_here, mnist, tmp_path, monkeypatch):
+def test_two_runs_started_in_the_same_second_do_not_share_a_folder(
+    run_here, mnist, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for _ in range(3):
         run_here("single_gpu_train.py", "--data-dir", mnist, *QUICK)
