@@ -14,10 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from model import stop
+from model import first_problem, stop
 
 MEAN, STD = 0.1307, 0.3081  # of all pixels of MNIST's 60,000 training images, as a share of 255
 FILES = {"train-images-idx3-ubyte": 3, "train-labels-idx1-ubyte": 1,  # name: dimensions
@@ -30,16 +29,18 @@ class Digits(Dataset):
     An int as index gives (float image (1, 28, 28), int label); a list of B indices gives a whole
     batch at once: (float images (B, 1, 28, 28), int64 labels (B,)). The floats have mean 0 and
     standard deviation 1 over MNIST. `dataset` is "mnist", "synthetic" or "auto" (MNIST if it is
-    there or can be fetched). It is read at the first use: see load_datasets for what that raises.
+    there or can be fetched). It is read at the first use, and fetched before that unless `ready`;
+    see load_datasets for what that can end in.
     """
 
-    def __init__(self, train, dataset="auto", data_dir="data"):
-        self.train, self.dataset, self.data_dir = train, dataset, str(data_dir)
+    def __init__(self, train, dataset="auto", data_dir="data", ready=False):
+        self.train, self.dataset, self.data_dir, self.ready = train, dataset, str(data_dir), ready
 
     @cached_property
     def tensors(self):
         """(uint8 images (N, 1, 28, 28), int64 labels (N,)), read when first asked for."""
-        self.dataset = choose_with_fetch(self.dataset, self.data_dir)
+        if not self.ready:
+            self.dataset = choose_with_fetch(self.dataset, self.data_dir)
         images, labels = read_dataset(self.dataset, self.data_dir)[0 if self.train else 1]
         return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels).long()
 
@@ -68,15 +69,11 @@ def load_datasets(dataset, data_dir, problem=None):
     with a problem stop()s. In a process group a problem of one rank is a problem of all.
     """
     problem = fetch(dataset, data_dir) if problem is None else problem
-    if dist.is_initialized():
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        problem = next(filter(None, problems), "")
-    dataset = choose(dataset, problem)
-    train_set, test_set = Digits(True, dataset, data_dir), Digits(False, dataset, data_dir)
-    for digits in (train_set, test_set):
-        digits.tensors  # reads the files now, not in the first step
-    return train_set, test_set
+    dataset = choose(dataset, first_problem(problem))
+    pair = tuple(Digits(train, dataset, data_dir, ready=True) for train in (True, False))
+    for digits in pair:
+        len(digits)  # reads the files now, not in the first step
+    return pair
 
 
 def make_loader(digits, batch_size, sampler, device):

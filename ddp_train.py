@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from data import fetch, load_datasets, make_loader
-from model import Net, check_loss, get_device, load, on_rank_0, open_output, open_writer, save, stop
+from model import (Net, check_loss, find_world, get_device, load, on_rank_0, open_output,
+                   open_writer, save, stop)
 
 
 def parse_args():
@@ -74,8 +75,7 @@ def main():
     local_rank = max(int(os.environ.get("LOCAL_RANK", args.local_rank)), 0)
     device = get_device(args.device, local_rank)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, **alone)
+    dist.init_process_group(backend, **find_world())
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank > 0:
         sys.stdout = open(os.devnull, "w")  # printing belongs to global rank 0

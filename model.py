@@ -2,6 +2,7 @@
 import ctypes
 import math
 import os
+import socket
 import sys
 import time
 from datetime import datetime
@@ -66,6 +67,31 @@ def get_device(name, local_rank=None):
         mallopt(M_TRIM_THRESHOLD, 2**30)
         mallopt(M_MMAP_THRESHOLD, 2**30)
     return torch.device(name, rank) if name == "cuda" else torch.device(name)
+
+
+def find_world():
+    """What to tell dist.init_process_group beside the backend: nothing if a launcher set it all.
+
+    Without a launcher this process is a world of its own, which needs neither address nor port.
+    stop()s where the environment is set by half or wrong, which would end in waiting for others.
+    """
+    names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    rank, size, host, port = (os.environ.get(name) for name in names)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface and interface not in [name for _, name in socket.if_nameindex()]:
+        stop(f"GLOO_SOCKET_IFNAME={interface} is no network interface of this machine: unset it")
+    if rank is None and size is None:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    try:
+        if not (0 <= int(rank) < int(size) and host and 0 < int(port) < 2**16):
+            raise ValueError("no rank below the world size, no host or no port")
+        socket.getaddrinfo(host, None)
+    except (TypeError, ValueError, OSError) as error:
+        found = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in names)
+        stop(f"{found}: {error}; set these and LOCAL_RANK in each process, or start with torchrun")
+    if int(rank) == 0 and size != os.environ.get("LOCAL_WORLD_SIZE"):
+        print(f"waiting at {host}:{port} until all {size} processes are there", flush=True)
+    return {}
 
 
 def stop(problem):
@@ -166,9 +192,20 @@ def on_rank_0(function, *args):
         except SystemExit as end:
             answer[1] = end.code.replace("error: ", "", 1)
     dist.broadcast_object_list(answer, src=0)
+    dist.barrier()  # a group that ends right after it has sent Python objects can hang (torch 2.0)
     if answer[1]:
         stop(answer[1])
     return answer[0]
+
+
+def first_problem(problem):
+    """The first problem (a line, or "" for none) of any rank, on every rank."""
+    problems = [problem]
+    if dist.is_initialized():
+        problems *= dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        dist.barrier()  # see on_rank_0
+    return next(filter(None, problems), "")
 
 
 def open_writer(folder, step, rank=0):
