@@ -72,7 +72,7 @@ def main():
     net = Net().to(device, memory_format=torch.channels_last)
     model = net if args.device == "cpu" else torch.nn.DataParallel(net)  # takes all GPUs it sees
     warnings.filterwarnings("ignore", "Was asked to gather")  # the losses: one number per GPU
-    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9, nesterov=True)
     batch, total, steps = args.batch_size, len(train_set), len(train_loader)
     options = {"dataset": train_set.dataset, "images": total, "lr": args.lr, "seed": args.seed}
     folder, checkpoint = open_output(args, __file__, options, net)

@@ -94,7 +94,7 @@ def main():
     net = Net().to(device, memory_format=torch.channels_last)
     model = torch.nn.parallel.DistributedDataParallel(net)
     set_seed(args.seed + rank)  # equal weights, but dropout and augmentation must differ by rank
-    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9, nesterov=True)
     batch, total, steps = args.batch_size * world_size, len(train_set), len(train_loader)
     options = {"dataset": train_set.dataset, "images": total, "lr": args.lr, "seed": args.seed}
     folder, checkpoint = on_rank_0(open_output, args, __file__, options, net)

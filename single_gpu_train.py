@@ -70,7 +70,7 @@ def main():
     set_seed(args.seed)
     net = Net().to(device, memory_format=torch.channels_last)
     model = net
-    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9, nesterov=True)
     batch, total, steps = args.batch_size, len(train_set), len(train_loader)
     options = {"dataset": train_set.dataset, "images": total, "lr": args.lr, "seed": args.seed}
     folder, checkpoint = open_output(args, __file__, options, net)

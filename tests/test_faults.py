@@ -216,7 +216,8 @@ def test_signals(mnist, tmp_path, processes, number, place):
 
 
 @pytest.mark.parametrize(
-    "module", ["torch.distributed.run", pytest.param("torch.distributed.launch", marks=pytest.mark.slow)]
+    "module",
+    ["torch.distributed.run", pytest.param("torch.distributed.launch", marks=pytest.mark.slow)],
 )
 def test_the_launcher_restarts_a_killed_worker_from_the_checkpoint(mnist, tmp_path, module):
     options = training(mnist, tmp_path / "restarted", "--resume")
@@ -229,7 +230,9 @@ def test_the_launcher_restarts_a_killed_worker_from_the_checkpoint(mnist, tmp_pa
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def two_nodes(tmp_path, mnist, processes, shared, hosts=("127.0.0.1", "127.0.0.1"), prefix=((), ())):
+def two_nodes(
+    tmp_path, mnist, processes, shared, hosts=("127.0.0.1", "127.0.0.1"), prefix=((), ())
+):
     """Start a launcher for each of two nodes; returns their (output, errors) and folders."""
     port, jobs, folders = free_port(), [], []
     for node in range(2):
@@ -291,7 +294,9 @@ def test_two_nodes_with_addresses_of_their_own(mnist, tmp_path):
         assert not ip("link", "add", "cable0", "netns", names[0], "type", "veth",
                       "peer", "name", "cable1", "netns", names[1])  # fmt: skip
         for node, name in enumerate(names):
-            assert not ip("-n", name, "addr", "add", f"10.77.0.{node + 1}/24", "dev", f"cable{node}")
+            assert not ip(
+                "-n", name, "addr", "add", f"10.77.0.{node + 1}/24", "dev", f"cable{node}"
+            )
             assert not ip("-n", name, "link", "set", f"cable{node}", "up")
             assert not ip("-n", name, "link", "set", "lo", "up")
         prefix = [("ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=cable{node}")
@@ -335,7 +340,9 @@ def wrong_environments():
     yield {"GLOO_SOCKET_IFNAME": "nothing0"}, "GLOO_SOCKET_IFNAME=nothing0"
 
 
-@pytest.mark.parametrize("environment, named", list(wrong_environments()), ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    "environment, named", list(wrong_environments()), ids=lambda value: str(value)[:40]
+)
 def test_wrong_environments_are_named(monkeypatch, environment, named):
     import model
 

@@ -1,0 +1,49 @@
+"""The benchmark's arithmetic and its table; never its speed."""
+
+import json
+import sys
+
+import pytest
+from conftest import ROOT, run
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import throughput  # noqa: E402
+
+FIGURES = {
+    "bare loop": [100.0, 120.0, 110.0],
+    "single_gpu_train.py": [90.0, 100.0, 105.0],
+    "copies x 2": [200.0, 200.0, 200.0],
+    "ddp_train.py, weak scaling, 2": [150.0, 160.0, 140.0],
+}
+PROCESSES = {name: 2 if "2" in name else 1 for name in FIGURES}
+
+
+def test_summary():
+    rows = {row[0]: row[1:] for row in throughput.summarise(FIGURES, PROCESSES)}
+    assert rows["bare loop"] == (1, 110, 100, 120, 1.1, 1.1)
+    assert rows["ddp_train.py, weak scaling, 2"] == (2, 150, 140, 160, 1.5, 0.75)
+
+
+def test_ratios_are_paired_by_round():
+    ratios = {what: figures for what, *figures in throughput.ratios(FIGURES)}
+    assert ratios["single_gpu_train.py / bare loop"] == pytest.approx([0.9, 100 / 120, 105 / 110])
+    assert ratios["ddp_train.py, weak scaling, 2 / copies x 2"] == [0.75, 0.7, 0.8]
+
+
+def test_table():
+    lines = throughput.table(throughput.summarise(FIGURES, PROCESSES)).splitlines()
+    assert lines[0].count("|") == lines[1].count("|") == lines[-1].count("|")
+    assert lines[-1] == "| ddp_train.py, weak scaling, 2 | 2 | 150 | 140–160 | 1.50 | 75 % |"
+
+
+@pytest.mark.slow
+def test_the_whole_benchmark(mnist, tmp_path):
+    command = (sys.executable, ROOT / "benchmarks" / "throughput.py", "--rounds", 2, "--data-dir", mnist,
+               "--processes", 2, "--device", "cpu", "--json", tmp_path / "result.json")  # fmt: skip
+    done = run(*command, timeout=300, cwd=tmp_path)
+    rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + 8 and "conventional loop" in done.stdout and "n = 2" in done.stdout
+    assert "not measured" in done.stdout
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert all(len(rates) == 2 for rates in result["images_per_second"].values())
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
