@@ -82,7 +82,7 @@ def test_a_rank_dies(mnist, tmp_path, processes, rank, place, kind):
     if kind != "exit0":
         assert re.search(rf"rank *: {rank} ", report)
     if kind == "error":
-        assert f"the fault of the test in {place}" in report
+        assert f"the fault of the test in {place}" in done.stderr
     if kind == "kill":
         assert "SIGKILL" in report
     if place != "data":
