@@ -12,7 +12,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import EPOCH_LINE, ROOT, run, run_ddp, write_mnist
+from conftest import EPOCH_LINE, ROOT, launch_command, run, run_ddp, write_mnist
 from torch.utils.data import DataLoader
 
 import data
@@ -336,6 +336,26 @@ def test_several_jobs_that_fetch_into_one_folder_take_turns(mirrors, tmp_path):
     once = [server.requests.count(name) for name in server.files]
     assert len(set(once)) == 1 and once[0] <= 2  # torchvision asks for redirects first
     assert data.what_is_wrong(tmp_path / "data" / "MNIST" / "raw") == ""
+
+
+def test_each_file_is_fetched_once_per_node(mirrors, tmp_path):
+    """Three processes of one node need the data: local rank 0 fetches, the others wait."""
+    (server,) = mirrors("good")
+    from torchvision.datasets import MNIST
+
+    probe = tmp_path / "probe.py"
+    probe.write_text(f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+from torchvision.datasets import MNIST
+MNIST.mirrors, MNIST.resources = {[server.url]!r}, {MNIST.resources!r}
+runpy.run_path({str(ROOT / "ddp_train.py")!r}, run_name="__main__")
+""")
+    command = (*launch_command(3), probe, "--data-dir", tmp_path / "new", *QUICK)
+    done = run(*command, "--output-dir", tmp_path / "out")
+    assert "mnist (30 + 10 images)" in done.stdout
+    once = [server.requests.count(name) for name in server.files]
+    assert len(set(once)) == 1 and once[0] <= 2  # torchvision asks for redirects first
 
 
 def test_a_data_dir_that_cannot_be_written(tmp_path, capsys):
