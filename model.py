@@ -77,9 +77,9 @@ def find_world():
     """
     names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     rank, size, host, port = (os.environ.get(name) for name in names)
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface and interface not in [name for _, name in socket.if_nameindex()]:
-        stop(f"GLOO_SOCKET_IFNAME={interface} is no network interface of this machine: unset it")
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interfaces and not set(interfaces.split(",")) <= {name for _, name in socket.if_nameindex()}:
+        stop(f"GLOO_SOCKET_IFNAME={interfaces} is no network interface of this machine: unset it")
     if rank is None and size is None:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
@@ -105,10 +105,15 @@ def stop(problem):
     Global rank 0 says it (local rank 0, before there is a group). The others give it time to, as
     a launcher kills all processes as soon as one has left with an error.
     """
-    if dist.get_rank() if dist.is_initialized() else int(os.environ.get("LOCAL_RANK", 0)):
+    if dist.get_rank() if in_group() else int(os.environ.get("LOCAL_RANK", 0)):
         time.sleep(5)
         raise SystemExit(1)
     raise SystemExit(f"error: {problem}")
+
+
+def in_group():
+    """Whether this process is part of a process group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def check_loss(losses, epoch, first):
@@ -206,7 +211,7 @@ def on_rank_0(function, *args):
 def first_problem(problem):
     """The first problem (a line, or "" for none) of any rank, on every rank."""
     problems = [problem]
-    if dist.is_initialized():
+    if in_group():
         problems *= dist.get_world_size()
         dist.all_gather_object(problems, problem)
         dist.barrier()  # see on_rank_0
