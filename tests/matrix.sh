@@ -12,7 +12,7 @@ folder=${1:-$(mktemp -d)}
 export OMP_NUM_THREADS=1
 
 find_python() {
-  command -v "python$1" || ls "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python 2>/dev/null | tail -n 1
+  "python$1" -c "" 2>/dev/null && command -v "python$1" || ls "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python 2>/dev/null | tail -n 1
 }
 
 failed=0
