@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -80,18 +81,27 @@ def run(*command, code=0, timeout=120, cwd=None, **env):
     command = [str(part) for part in command]
     if command[0] in SCRIPTS:
         command = [sys.executable, str(ROOT / command[0]), *command[1:]]
-    done = subprocess.run(
-        command,
+    job = start(command, cwd=cwd, **env)
+    try:
+        out, errors = job.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)  # a launcher leaves its workers behind
+        raise
+    assert code in (None, job.returncode), f"{command}\n{out}\n{errors}"
+    return subprocess.CompletedProcess(command, job.returncode, out, errors)
+
+
+def start(command, cwd=None, **env):
+    """The process of a command, in a group of its own, with its output in pipes."""
+    return subprocess.Popen(
+        [str(part) for part in command],
         cwd=cwd or ROOT,
-        timeout=timeout,
-        text=True,
+        env={**os.environ, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, **env},
+        text=True,
+        start_new_session=True,
     )
-    if code is not None:
-        assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done
 
 
 def run_ddp(processes, *options, **kwargs):

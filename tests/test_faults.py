@@ -21,6 +21,7 @@ from conftest import (
     run,
     run_ddp,
     scalars,
+    start,
     weights,
     write_mnist,
 )
@@ -178,17 +179,6 @@ def test_disk_full_while_saving(mnist, tmp_path, processes):
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and f"cannot save {tmp_path / 'model.pth'}" in errors[0]
     assert before == {path.name: path.read_bytes() for path in tmp_path.glob("*.pth*")}
-
-
-def start(command, **env):
-    return subprocess.Popen(
-        [str(part) for part in command],
-        env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 @pytest.mark.parametrize("place", ["training", "evaluate"])
