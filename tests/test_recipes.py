@@ -1,0 +1,516 @@
+"""The recipes of docs/: every diff applies to today's scripts, and the changed scripts run.
+
+When the scripts have moved on, `python tests/test_recipes.py` writes the line numbers and the
+context of the diffs anew; where a changed line itself is another now, it names the recipe.
+"""
+
+import difflib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    EPOCH_LINE,
+    ROOT,
+    distance,
+    launch_command,
+    run,
+    run_ddp,
+    weights,
+    write_mnist,
+)
+
+DOCS = [ROOT / "docs" / name for name in ("recipes.md", "recipes.zh-CN.md")]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"(^<!-- recipe: (\w+) -->\n```diff\n)(.*?)(^```$)", re.M | re.S)
+RECIPES = {match[2]: match[3] for match in BLOCK.finditer(DOCS[0].read_text("utf-8"))}
+SCRIPT = {"fp16_dp": "data_parallel_train.py"}  # all others are for ddp_train.py
+SINCE = {"fp16": (2, 3), "fp16_dp": (2, 3), "compile": (2, 1), "fsdp": (2, 6)}
+TRAINING = ("--epochs", 2, "--lr", 0.01, "--batch-size", 24, "--log-interval", 7)
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+needs_patch = pytest.mark.skipif(not shutil.which("patch"), reason="the program patch is not here")
+
+
+def changed(name, folder, fuzz=0):
+    """The path of the script that the recipe makes; it and its modules lie in the folder then."""
+    if VERSION < SINCE.get(name, (0,)):
+        pytest.skip("needs PyTorch " + ".".join(map(str, SINCE[name])))
+    if not (folder / "model.py").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in ROOT.glob("*.py"):
+            shutil.copy(path, folder)
+        patch(name, folder, fuzz)
+    return folder / SCRIPT.get(name, "ddp_train.py")
+
+
+def patch(name, folder, fuzz):
+    command = ["patch", "-p1", f"--fuzz={fuzz}", "--no-backup-if-mismatch", "--force"]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        input=RECIPES[name],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 0, f"recipe {name}:\n{done.stdout}"
+
+
+def train(script, *options, device="cpu", **kwargs):
+    """Run a changed script, a DDP one on 2 processes; device "cpu" makes it exact."""
+    command = [sys.executable] if script.name in SCRIPT.values() else launch_command(2)
+    kwargs = {"timeout": 200, "cwd": script.parent, **kwargs}
+    return run(*command, script, *options, "--device", device, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def plain(mnist, tmp_path_factory):
+    """What the unchanged training ends with; test_exact shows that DDP ends with the same."""
+    folder = tmp_path_factory.mktemp("plain")
+    options = ("--data-dir", mnist, *TRAINING, "--batch-size", 48, "--device", "cpu")
+    run("single_gpu_train.py", *options, "--output-dir", folder)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------- the text
+
+
+def test_the_two_languages_correspond():
+    texts = [path.read_text("utf-8") for path in DOCS]
+    for what in (r"^#+ ", r"^<!-- .* -->$", r"^\|"):
+        one, other = ([m[0] for m in re.finditer(what, text, re.M)] for text in texts)
+        assert one == other
+    one, other = (FENCE.findall(text) for text in texts)
+    assert one == other
+    assert len(RECIPES) == len([kind for kind, _ in one if kind == "diff"]) >= 14
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_every_recipe_is_a_paragraph_and_code(path):
+    sections = re.split(r"^## ", path.read_text("utf-8"), flags=re.M)[1:]
+    for section in sections[:-1]:  # the last is about clusters
+        title, text, *_ = section.split("\n\n")
+        assert len(text) > 150, title
+        assert len(FENCE.findall(section)) == 1, title
+
+
+# --------------------------------------------------------------------------------------- the diffs
+
+
+@needs_patch
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_diff_applies(name, tmp_path):
+    folder = tmp_path / "patched"
+    folder.mkdir()
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
+    patch(name, folder, fuzz=0)
+    files = re.findall(r"^\+\+\+ b/(.*)$", RECIPES[name], re.M)
+    assert max(map(len, re.findall(r"^\+(.*)$", RECIPES[name], re.M))) <= 100
+    for path in folder.glob("*.py"):
+        text = path.read_text()
+        assert (text != (ROOT / path.name).read_text()) == (path.name in files)
+        compile(text, str(path), "exec", dont_inherit=True)
+    stripped = [re.sub(r"^@@.*$", "@@", text, flags=re.M) for text in (fresh(name), RECIPES[name])]
+    assert stripped[0] == stripped[1], "run: python tests/test_recipes.py"
+    if shutil.which("git"):
+        git = run("git", "init", "-q", tmp_path / "git")
+        assert not git.stderr
+        for path in ROOT.glob("*.py"):
+            shutil.copy(path, tmp_path / "git")
+        (tmp_path / "recipe.diff").write_text(RECIPES[name])
+        run("git", "apply", tmp_path / "recipe.diff", cwd=tmp_path / "git")
+        for file in files:
+            assert (tmp_path / "git" / file).read_text() == (folder / file).read_text()
+
+
+def fresh(name):
+    """The diff of a recipe with the line numbers and the context of today's scripts."""
+    import tempfile
+
+    text = ""
+    with tempfile.TemporaryDirectory() as folder:
+        for path in ROOT.glob("*.py"):
+            shutil.copy(path, folder)
+        patch(name, folder, fuzz=2)
+        for file in re.findall(r"^\+\+\+ b/(.*)$", RECIPES[name], re.M):
+            pair = [Path(base, file).read_text().splitlines(True) for base in (ROOT, folder)]
+            text += "".join(difflib.unified_diff(*pair, f"a/{file}", f"b/{file}", n=1))
+    return text
+
+
+# ------------------------------------------------------------- recipes that must not change results
+
+
+def same_as_plain(name, options, mnist, plain, tmp_path):
+    script = changed(name, tmp_path / name)
+    out = tmp_path / "out"
+    train(script, "--data-dir", mnist, *TRAINING, *options, "--output-dir", out)
+    assert distance(weights(plain), weights(out)) < 1e-5
+    return out
+
+
+def accumulate(run_here, mnist, tmp_path, micro_batch):
+    """The rate is small: other sums round otherwise, and that can tip a max-pool's choice."""
+    options = ("--data-dir", mnist, "--epochs", 1, "--lr", 0.001)
+    own = ("--device", "cpu", "--output-dir", tmp_path / "plain")
+    run_here("single_gpu_train.py", *options, *own, "--batch-size", 48)
+    script = changed("accumulate", tmp_path / "patched")
+    own = ("--batch-size", 24, "--micro-batch", micro_batch, "--output-dir", tmp_path / "out")
+    train(script, *options, *own)
+    assert distance(weights(tmp_path / "plain"), weights(tmp_path / "out")) < 1e-5
+
+
+@needs_patch
+def test_accumulation_gives_the_weights_of_the_plain_run(run_here, mnist, tmp_path):
+    """A batch of 24 is 4 pieces of 5 and one of 4; the last batch is 21 images or 20."""
+    accumulate(run_here, mnist, tmp_path, 5)
+
+
+@needs_patch
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batch", [1, 12, 100])
+def test_accumulation_with_other_pieces(run_here, mnist, tmp_path, micro_batch):
+    accumulate(run_here, mnist, tmp_path, micro_batch)
+
+
+@needs_patch
+@pytest.mark.slow
+def test_zero_gives_the_weights_and_the_checkpoint_of_the_plain_run(mnist, plain, tmp_path):
+    out = same_as_plain("zero", (), mnist, plain, tmp_path)
+    one, other = (
+        torch.load(folder / "checkpoint.pth")["optimizer"]["state"] for folder in (plain, out)
+    )
+    assert one.keys() == other.keys()
+    for key in one:
+        moments = [state[key]["momentum_buffer"] for state in (one, other)]
+        assert (moments[0] - moments[1]).abs().max() <= 1e-4 * moments[0].abs().max()
+
+
+@needs_patch
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("bf16", ()),
+        ("clip", ("--clip", 1e9)),
+        ("early", ()),
+        ("sigterm", ()),
+        ("wrong", ()),
+        ("fsdp", ()),
+        ("compile", ()),
+    ],
+)
+def test_the_weights_are_those_of_the_plain_run(name, options, mnist, plain, tmp_path):
+    may_run_on_the_cpu(name)
+    same_as_plain(name, options, mnist, plain, tmp_path)
+
+
+def may_run_on_the_cpu(name):
+    if name == "compile" and not shutil.which("g++"):
+        pytest.skip("torch.compile needs g++ on the CPU")
+    if name == "fsdp" and VERSION < (2, 14):
+        pytest.skip("gloo of older PyTorch adds gradients up where fully_shard asks for the mean")
+
+
+@needs_patch
+@pytest.mark.slow
+@pytest.mark.parametrize("images", [1, 2, 3, 5])
+def test_accumulation_counts_the_images_of_an_incomplete_batch(images, tmp_path):
+    """Down to ranks that have no image of their own in the only step."""
+    data_dir = write_mnist(tmp_path / "data", images, 3)
+    options = ("--data-dir", data_dir, "--epochs", 2, "--lr", 0.02, "--device", "cpu")
+    run("single_gpu_train.py", *options, "--batch-size", 4, "--output-dir", tmp_path / "plain")
+    script = changed("accumulate", tmp_path / "patched")
+    own = ("--batch-size", 2, "--micro-batch", 1, "--output-dir", tmp_path / "out")
+    train(script, *options[:-2], *own)
+    assert distance(weights(tmp_path / "plain"), weights(tmp_path / "out")) < 1e-5
+
+
+@needs_patch
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero", "fsdp"])
+def test_resume_is_that_of_the_plain_script(name, mnist, tmp_path):
+    may_run_on_the_cpu(name)
+    script = changed(name, tmp_path / "patched")
+    options = ("--data-dir", mnist, "--lr", 0.02)
+    for epochs in (1, 3):
+        own = (*options, "--epochs", epochs, "--resume", "--output-dir")
+        run("single_gpu_train.py", *own, tmp_path / "plain", "--batch-size", 48, "--device", "cpu")
+        train(script, *own, tmp_path / "out", "--batch-size", 24)
+    assert distance(weights(tmp_path / "plain"), weights(tmp_path / "out")) < 1e-5
+
+
+# --------------------------------------------------------------------- recipes that change something
+
+
+@needs_patch
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, options, most", [("bf16", ("--bf16",), 0.1), ("fp16", (), 0.05), ("clip", (), 2)]
+)
+def test_what_is_switched_on_makes_a_difference(name, options, most, mnist, plain, tmp_path):
+    script = changed(name, tmp_path / name)
+    out = train(script, "--data-dir", mnist, *TRAINING, *options, "--output-dir", tmp_path / "out")
+    assert 1e-5 < distance(weights(plain), weights(tmp_path / "out")) < most
+    right, count = map(int, EPOCH_LINE.findall(out.stdout)[-1][4:])
+    assert right > 0.3 * count
+
+
+@needs_patch
+@pytest.mark.slow
+def test_fp16_under_data_parallel_runs(mnist, tmp_path):
+    script = changed("fp16_dp", tmp_path / "patched")
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # there autocast only warns
+    options = ("--data-dir", mnist, *TRAINING, "--output-dir", tmp_path / "out")
+    done = train(script, *options, device=device)
+    right, count = map(int, EPOCH_LINE.findall(done.stdout)[-1][4:])
+    assert right > 0.3 * count
+
+
+def test_threads_do_not_inherit_the_type_of_autocast():
+    """Why autocast belongs inside forward under DataParallel, which calls it in threads."""
+    import threading
+
+    product = []
+
+    def multiply():
+        product.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        multiply()
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join(20)
+    assert product == [torch.bfloat16, torch.float32]
+
+
+@needs_patch
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["syncbn", "own_model"])
+def test_models_with_batch_norm(name, tmp_path):
+    """The saved model predicts by itself what the evaluation counted: eval() was in force there."""
+    data_dir = write_mnist(tmp_path / "data", 301, 51)
+    script = changed(name, tmp_path / "patched")
+    out = tmp_path / "out"
+    options = ("--data-dir", data_dir, "--epochs", 3, "--batch-size", 20, "--lr", 0.05)
+    done = train(script, *options, "--output-dir", out)
+    state = weights(out)
+    if name == "own_model":
+        from torchvision.models import resnet18
+
+        resnet18(num_classes=10).load_state_dict(state)
+    assert [key for key in state if key.endswith("running_mean")]
+    # Each rank keeps statistics of its own on the CPU, so only rank 0's share must agree.
+    net = "ResNet18" if name == "own_model" else "Net"
+    probe = f"""
+import sys, torch
+sys.path.insert(0, {str(script.parent)!r})
+from data import load_datasets
+from model import {net}
+net = {net}()
+net.load_state_dict(torch.load({str(out / "model.pth")!r}))
+images, labels = load_datasets("mnist", {str(data_dir)!r})[1][list(range(51))]
+print(int((net.eval()(images).argmax(1) == labels).sum()))
+"""
+    right = int(run(sys.executable, "-c", probe).stdout)
+    counted, count = map(int, EPOCH_LINE.findall(done.stdout)[-1][4:])
+    assert count == 51 and abs(right - counted) <= 5 and right > 10
+
+
+@needs_patch
+@pytest.mark.slow
+def test_early_stopping_stops_all_ranks(mnist, tmp_path):
+    script = changed("early", tmp_path / "patched")
+    options = ("--data-dir", mnist, "--epochs", 40, "--batch-size", 50, "--lr", 0.05)
+    out = train(script, *options, "--output-dir", tmp_path / "out").stdout
+    right = [int(line[4]) for line in EPOCH_LINE.findall(out)]
+    assert 4 <= len(right) < 40
+    assert max(right[:-3]) == right[-4] >= max(right[-3:])
+    assert f"no better for 3 epochs: the best had {max(right)} right" in out
+    assert out.splitlines()[-1].startswith("the model is in")
+
+
+def children(pid):
+    """{rank: pid} of the processes that a launcher has started."""
+    ranks = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            found = re.search(r"\0RANK=(\d+)\0", "\0" + (path / "environ").read_text() + "\0")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if parent == pid and found:
+            ranks[int(found[1])] = int(path.name)
+    return ranks
+
+
+@needs_patch
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
+@pytest.mark.parametrize("who", ["launcher", "rank 1"])
+def test_sigterm_saves_on_all_ranks_and_resume_is_exact(who, tmp_path):
+    data_dir = write_mnist(tmp_path / "data", 2001, 11)
+    options = ("--data-dir", data_dir, "--epochs", 3, "--lr", 0.01, "--log-interval", 10)
+    options += ("--device", "cpu")
+    run("single_gpu_train.py", *options, "--batch-size", 4, "--output-dir", tmp_path / "plain")
+    script = changed("sigterm", tmp_path / "patched")
+    options = (*options, "--batch-size", 2, "--output-dir", tmp_path / "out")
+    command = [*launch_command(2), script, *options]
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        cwd=script.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        for line in process.stdout:
+            if line.startswith("epoch 2/3 step 50/"):
+                break
+        pid = process.pid if who == "launcher" else children(process.pid)[1]
+        os.kill(pid, signal.SIGTERM)
+        out = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+        process.wait()
+    assert "SIGTERM: go on with --resume" in out and "epoch 3/3" not in out
+    checkpoint = torch.load(tmp_path / "out" / "checkpoint.pth")
+    assert checkpoint["epoch"] == 1 and 50 <= checkpoint["skip"] < 501
+    assert checkpoint["step"] == 501 + checkpoint["skip"]
+    train(script, *options[:-6], *options[-4:], "--resume")
+    assert distance(weights(tmp_path / "plain"), weights(tmp_path / "out")) < 1e-5
+    assert torch.load(tmp_path / "out" / "checkpoint.pth")["epoch"] == 3
+
+
+def write_folder(data_dir, target):
+    """The images of a data set of write_mnist as PNG files, one folder per class."""
+    from PIL import Image
+
+    from data import read_dataset
+
+    for half, (images, labels) in zip(("train", "test"), read_dataset("mnist", str(data_dir))):
+        for number, (image, label) in enumerate(zip(images, labels)):
+            folder = target / half / str(label)
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(folder / f"{number}.png")
+    return target
+
+
+@needs_patch
+@pytest.mark.slow
+def test_an_image_folder(tmp_path):
+    data_dir = write_mnist(tmp_path / "data", 301, 51)
+    images = write_folder(data_dir, tmp_path / "images")
+    script = changed("folder", tmp_path / "patched")
+    options = ("--epochs", 3, "--batch-size", 20, "--lr", 0.05)
+    own = ("--data-dir", images, "--dataset", "folder", "--output-dir", tmp_path / "out")
+    done = train(script, *options, *own)
+    assert "folder (301 + 51 images)" in done.stdout
+    assert [line[1] for line in EPOCH_LINE.findall(done.stdout)] == ["folder"] * 3
+    right, count = map(int, EPOCH_LINE.findall(done.stdout)[-1][4:])
+    assert count == 51 and right > 0.3 * count
+    assert sorted(path.name for path in images.iterdir()) == ["test", "train"]
+    # The workers must also carry the data set of the plain script.
+    train(script, *options, "--data-dir", data_dir, "--output-dir", tmp_path / "workers")
+    run_ddp(2, *options, "--data-dir", data_dir, "--device", "cpu", "--output-dir", tmp_path / "a")
+    assert distance(weights(tmp_path / "a"), weights(tmp_path / "workers")) < 1e-5
+
+
+@needs_patch
+@pytest.mark.slow
+def test_fully_shard_evaluates_every_image_once(tmp_path):
+    """257 and 256 test images: rank 0 has one batch more, and the forward passes must match."""
+    may_run_on_the_cpu("fsdp")
+    data_dir = write_mnist(tmp_path / "data", 50, 513)
+    script = changed("fsdp", tmp_path / "patched")
+    done = train(script, "--data-dir", data_dir, "--epochs", 2, "--output-dir", tmp_path / "out")
+    assert [line[5] for line in EPOCH_LINE.findall(done.stdout)] == ["513", "513"]
+
+
+@needs_patch
+@pytest.mark.slow
+def test_wrong_images_are_shown(mnist, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from data import load_datasets
+    from model import Net
+
+    script = changed("wrong", tmp_path / "patched")
+    options = ("--epochs", 1, "--batch-size", 250, "--lr", 0.01)
+    train(script, "--data-dir", mnist, *options, "--output-dir", tmp_path / "out")
+    events = EventAccumulator(str(tmp_path / "out"), size_guidance={"images": 0})
+    events.Reload()
+    tags = events.Tags()["images"]
+    net = Net()
+    net.load_state_dict(weights(tmp_path / "out"))
+    images, labels = load_datasets("mnist", mnist)[1][list(range(0, 201, 2))]  # of rank 0
+    guesses = net(images).argmax(1)
+    wrong = [(int(a), int(b)) for a, b in zip(labels, guesses) if a != b][:100]
+    assert wrong and set(tags) == {f"wrong/{label}_as_{guess}" for label, guess in wrong}
+    assert sum(len(events.Images(tag)) for tag in tags) == len(wrong)
+
+
+def test_inference_from_model_pth(mnist, plain, tmp_path):
+    from data import load_datasets
+    from model import Net
+
+    code = next(
+        code for kind, code in FENCE.findall(DOCS[0].read_text("utf-8")) if kind == "python"
+    )
+    (tmp_path / "predict.py").write_text(code, "utf-8")
+    folder = write_folder(mnist, tmp_path / "images") / "test"
+    images, labels = load_datasets("mnist", mnist)[1][list(range(30))]
+    files = [folder / str(int(label)) / f"{number}.png" for number, label in enumerate(labels)]
+    command = (sys.executable, tmp_path / "predict.py", plain / "model.pth", *files)
+    lines = run(*command, PYTHONPATH=str(ROOT)).stdout.splitlines()
+    found = [re.fullmatch(r"(.*): (\d) \((\d+\.\d) %\)", line).groups() for line in lines]
+    net = Net()
+    net.load_state_dict(weights(plain))
+    shares, guesses = net(images).softmax(1).max(1)
+    assert [name for name, _, _ in found] == [str(file) for file in files]
+    assert [int(guess) for _, guess, _ in found] == guesses.tolist()
+    assert [float(share) for _, _, share in found] == pytest.approx(
+        (100 * shares).tolist(), abs=0.06
+    )
+    assert (guesses == labels).sum() > 15
+
+
+# ------------------------------------------------------------------------------------------- on GPUs
+
+
+@needs_patch
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_runs_on_two_gpus(name, mnist, tmp_path):
+    script = changed(name, tmp_path / "patched")
+    options = ["--data-dir", mnist, *TRAINING, "--output-dir", tmp_path / "out"]
+    if name == "bf16":
+        options.append("--bf16")
+    if name == "folder":
+        options += ["--dataset", "folder", "--data-dir", write_folder(mnist, tmp_path / "images")]
+    done = train(script, *options, device="cuda")
+    right, count = map(int, EPOCH_LINE.findall(done.stdout)[-1][4:])
+    assert count == 201 and right > 0.3 * count
+
+
+def main():
+    """Write the diffs of both languages anew, for today's scripts."""
+    blocks = {name: fresh(name) for name in RECIPES}
+    for path in DOCS:
+        text = path.read_text("utf-8")
+        text = BLOCK.sub(lambda match: match[1] + blocks[match[2]] + match[4], text)
+        path.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
