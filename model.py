@@ -94,9 +94,10 @@ def find_world():
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restart == "0":
         return {}
-    # A launcher with a fixed port keeps its store: the addresses in it are those of the dead workers.
+    # A launcher with a fixed port keeps its store, and in it the addresses of the dead workers.
     store, rank, size = next(dist.rendezvous("env://"))
-    return {"store": dist.PrefixStore(f"restart {restart}", store), "rank": rank, "world_size": size}
+    store = dist.PrefixStore(f"restart {restart}", store)
+    return {"store": store, "rank": rank, "world_size": size}
 
 
 def stop(problem):
