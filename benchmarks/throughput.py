@@ -270,7 +270,8 @@ def main():
                     file=sys.stderr,
                 )
     rows = summarise(figures, {name: count for name, (count, _, _) in todo.items()})
-    about = f"{machine()}; {args.dataset}, {args.batch_size} images a step and process, n = {args.rounds}"
+    about = f"{machine()}; {args.dataset}, {args.batch_size} images a step and process"
+    about += f", n = {args.rounds}"
     print(f"\n{about}\n\n{table(rows)}\n")
     for what, middle, least, most in ratios(figures):
         print(f"- {what}: {middle:.2f} ({least:.2f}–{most:.2f})")
@@ -278,7 +279,7 @@ def main():
         print("- not measured: the conventional loop, which needs MNIST")
     if gpus < 2:
         print(
-            f"- not measured: DataParallel over several GPUs ({gpus} here: it only calls the network)"
+            f"- not measured: DataParallel over GPUs ({gpus} here: it only calls the network)"
         )
     if args.json:
         content = {"about": about, "images_per_second": figures, "ratios": ratios(figures)}

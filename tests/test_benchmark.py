@@ -38,8 +38,9 @@ def test_table():
 
 @pytest.mark.slow
 def test_the_whole_benchmark(mnist, tmp_path):
-    command = (sys.executable, ROOT / "benchmarks" / "throughput.py", "--rounds", 2, "--data-dir", mnist,
-               "--processes", 2, "--device", "cpu", "--json", tmp_path / "result.json")  # fmt: skip
+    script = ROOT / "benchmarks" / "throughput.py"
+    command = (sys.executable, script, "--rounds", 2, "--data-dir", mnist, "--processes", 2,
+               "--device", "cpu", "--json", tmp_path / "result.json")  # fmt: skip
     done = run(*command, timeout=300, cwd=tmp_path)
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 8 and "conventional loop" in done.stdout and "n = 2" in done.stdout

@@ -228,10 +228,10 @@ def two_nodes(
     for node in range(2):
         folder = tmp_path / ("shared" if shared else f"node{node}")
         folder.mkdir(exist_ok=True)
+        options = training(mnist, folder / "out", "--epochs", "1")
         command = [*prefix[node], *launch_command(processes)[:-1], f"--master_addr={hosts[0]}",
-                   f"--master_port={port}", "--nnodes=2", f"--node_rank={node}",
-                   ROOT / "ddp_train.py", *training(mnist, folder / "out", "--epochs", "1")]  # fmt: skip
-        jobs.append(start(command))
+                   f"--master_port={port}", "--nnodes=2", f"--node_rank={node}"]  # fmt: skip
+        jobs.append(start([*command, ROOT / "ddp_train.py", *options]))
         folders.append(folder)
     return [job.communicate(timeout=90) for job in jobs], [job.returncode for job in jobs], folders
 
@@ -350,10 +350,10 @@ def test_the_environment_of_a_scheduler_is_enough(mnist, tmp_path):
     jobs = []
     port = str(free_port())
     for rank in "01":
-        environment = dict(RANK=rank, WORLD_SIZE="2", LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1",
-                           MASTER_PORT=port)  # fmt: skip
-        jobs.append(start([sys.executable, ROOT / "ddp_train.py",
-                           *training(mnist, tmp_path, "--epochs", "1")], **environment))  # fmt: skip
+        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        options = training(mnist, tmp_path, "--epochs", "1")
+        command = [sys.executable, ROOT / "ddp_train.py", *options]
+        jobs.append(start(command, RANK=rank, LOCAL_RANK=rank, **here))
     outputs = [job.communicate(timeout=60)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0]
     assert "until all 2 processes are there" in outputs[0] and not outputs[1]

@@ -1,4 +1,4 @@
-"""The CUDA paths: they need one GPU, or two, and are skipped with the reason where there is none."""
+"""The CUDA paths: they need one GPU, or two, and are skipped, with the reason, elsewhere."""
 
 import importlib
 
@@ -44,8 +44,9 @@ def test_more_processes_than_gpus_stops_with_both_numbers(mnist, tmp_path):
 def test_the_real_data_parallel_on_uneven_batches(images, tmp_path):
     data_dir = write_mnist(tmp_path / "data", images, 7)
     for script, gpus in (("single_gpu_train.py", "0"), ("data_parallel_train.py", "0,1")):
-        done = run(script, "--data-dir", data_dir, *TRAINING, "--batch-size", 47, "--device", "cuda",
-                   "--output-dir", tmp_path / script, CUDA_VISIBLE_DEVICES=gpus)  # fmt: skip
+        options = ("--data-dir", data_dir, *TRAINING, "--batch-size", 47, "--device", "cuda")
+        output = ("--output-dir", tmp_path / script)
+        done = run(script, *options, *output, CUDA_VISIBLE_DEVICES=gpus)
         assert "gather" not in done.stderr
     one, two = (weights(tmp_path / script) for script in SCRIPTS[:2])
     assert distance(one, two) < 1e-3

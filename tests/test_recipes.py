@@ -254,7 +254,7 @@ def test_resume_is_that_of_the_plain_script(name, mnist, tmp_path):
     assert distance(weights(tmp_path / "plain"), weights(tmp_path / "out")) < 1e-5
 
 
-# --------------------------------------------------------------------- recipes that change something
+# ------------------------------------------------------------- recipes that change something
 
 
 @needs_patch
@@ -495,7 +495,7 @@ def test_inference_from_model_pth(mnist, plain, tmp_path):
     assert (guesses == labels).sum() > 15
 
 
-# ------------------------------------------------------------------------------------------- on GPUs
+# --------------------------------------------------------------------------------- on GPUs
 
 
 @needs_patch
