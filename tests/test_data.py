@@ -137,17 +137,29 @@ def test_synthetic_digits_are_the_same_everywhere():
 
 
 def test_auto_without_mnist_and_network_takes_the_synthetic_digits(tmp_path):
-    options = ("--data-dir", tmp_path / "data", *QUICK, "--batch-size", 4000)
-    first = run("single_gpu_train.py", *options, "--output-dir", tmp_path / "1")
+    """With a hundredth of the digits, to save time."""
+    probe = tmp_path / "probe.py"
+    probe.write_text(f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+import data
+draw = data.draw_digits
+data.draw_digits = lambda count, seed: draw(count // 100, seed)
+script = sys.argv.pop(-1)
+runpy.run_path(script, run_name="__main__")
+""")
+    options = ("--data-dir", tmp_path / "data", *QUICK)
+    single, ddp = (ROOT / name for name in ("single_gpu_train.py", "ddp_train.py"))
+    first = run(sys.executable, probe, *options, "--output-dir", tmp_path / "1", single)
     lines = first.stdout.splitlines()
     assert lines[0].startswith("warning: no MNIST") and "synthetic" in lines[0]
-    assert ", synthetic (60000 + 10000 images)," in lines[1]
+    assert ", synthetic (600 + 100 images)," in lines[1]
     assert EPOCH_LINE.findall(first.stdout)[0][1] == "synthetic"
     checkpoint = torch.load(tmp_path / "1" / "checkpoint.pth", weights_only=True)
     assert checkpoint["options"]["dataset"] == "synthetic"
     drawn = {path: path.stat().st_mtime_ns for path in (tmp_path / "data" / "synthetic").iterdir()}
     assert len(drawn) == 4
-    second = run_ddp(2, *options, "--output-dir", tmp_path / "2")
+    second = run(*launch_command(2), probe, *options, "--output-dir", tmp_path / "2", ddp)
     assert second.stdout.count("warning: no MNIST") == 1
     assert EPOCH_LINE.findall(second.stdout)[0][1] == "synthetic"
     assert drawn == {path: path.stat().st_mtime_ns for path in drawn}  # drawn only once

@@ -118,7 +118,11 @@ def test_logged_curves_are_the_global_ones(runs, processes):
     ]  # images seen
 
 
-@pytest.mark.parametrize("train, processes", [(5, 1), (5, 2), (1, 2), (2, 3), (5, 4)])
+@pytest.mark.parametrize(
+    "train, processes",
+    [(5, 2), *(pytest.param(*few, marks=pytest.mark.slow) for few in ((5, 1), (1, 2), (2, 3)))]
+    + [pytest.param(5, 4, marks=pytest.mark.slow)],
+)
 def test_one_test_image_and_few_training_images(tmp_path, run_here, train, processes):
     data_dir = write_mnist(tmp_path / "data", train, 1)
     options = ("--data-dir", data_dir, "--epochs", 2, "--lr", 0.02, "--log-interval", 1)

@@ -91,7 +91,7 @@ def test_a_rank_dies(mnist, tmp_path, processes, rank, place, kind):
         assert weights(tmp_path)
 
 
-@pytest.mark.parametrize("processes, rank", [(2, 1), (3, 0)])
+@pytest.mark.parametrize("processes, rank", [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
 def test_a_loss_that_is_nan_on_one_rank_stops_all(mnist, tmp_path, processes, rank):
     done = fault(processes, rank, "step", "nan", training(mnist, tmp_path))
     assert done.returncode != 0
@@ -123,6 +123,7 @@ runpy.run_path({str(ROOT / "ddp_train.py")!r}, run_name="__main__")
     assert len(errors) == 1 and "the disk of rank 1 is away" in errors[0]
 
 
+@pytest.mark.slow
 def test_a_download_may_take_longer_than_the_time_limit_of_the_group(mnist, tmp_path):
     probe = tmp_path / "probe.py"
     probe.write_text(f"""
@@ -140,7 +141,7 @@ runpy.run_path({str(ROOT / "ddp_train.py")!r}, run_name="__main__")
     run(*launch_command(2), probe, *training(mnist, tmp_path / "out", "--epochs", "1"))
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_while_saving(mnist, tmp_path, processes):
     done = fault(processes, 0, "save", "kill", training(mnist, tmp_path / "a"))
     assert done.returncode != 0
@@ -155,7 +156,7 @@ def test_killed_while_saving(mnist, tmp_path, processes):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_disk_full_while_saving(mnist, tmp_path, processes):
     """A limit on the size of files stands for the full disk: writing fails half-way."""
     launcher = launch_command(processes) if processes else [sys.executable]
@@ -181,9 +182,23 @@ def test_disk_full_while_saving(mnist, tmp_path, processes):
     assert before == {path.name: path.read_bytes() for path in tmp_path.glob("*.pth*")}
 
 
-@pytest.mark.parametrize("place", ["training", "evaluate"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "processes, number, place",
+    [
+        pytest.param(
+            processes,
+            number,
+            place,
+            marks=[]
+            if (processes, number, place)
+            in [(0, signal.SIGINT, "training"), (2, signal.SIGTERM, "evaluate")]
+            else [pytest.mark.slow],
+        )
+        for processes in (0, 2)
+        for number in (signal.SIGINT, signal.SIGTERM)
+        for place in ("training", "evaluate")
+    ],
+)
 def test_signals(mnist, tmp_path, processes, number, place):
     """To the script and to the launcher: gone within 10 s, no flood, and the run can be resumed."""
     options = training(mnist, tmp_path)
@@ -299,7 +314,8 @@ def test_two_nodes_with_addresses_of_their_own(mnist, tmp_path):
             ip("netns", "del", name)
 
 
-@pytest.mark.parametrize("ports", ["same", pytest.param("two", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ports", ["same", "two"])
 def test_two_jobs_on_one_machine(mnist, tmp_path, ports):
     """With the same port the second job ends soon and says why; the first is unharmed."""
     first_port = free_port()
@@ -406,6 +422,7 @@ def test_torchrun_with_warnings_as_errors_and_without_libuv(mnist, tmp_path):
         run(*command, *training(mnist, tmp_path / str(number)), **environment)
 
 
+@pytest.mark.slow
 def test_only_one_image(tmp_path):
     data_dir = write_mnist(tmp_path / "data", 1, 1)
     done = run_ddp(2, *training(data_dir, tmp_path / "out"))
