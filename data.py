@@ -213,10 +213,11 @@ def read_idx(path, dims):
 
     The format, from the page of MNIST's authors: the bytes 0, 0, 8 (unsigned byte) and the number
     of dimensions; the size of each as big-endian int32; the data. Raises OSError or ValueError.
+    The file is mapped, not copied: all processes of a node share the memory of its pages.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing")
-    raw = np.fromfile(path, np.uint8)
+    raw = np.memmap(path, np.uint8, "c") if path.stat().st_size else np.empty(0, np.uint8)
     start = 4 + 4 * dims
     shape = raw[4:start].view(">i4").tolist() if len(raw) >= start else [-1]
     if raw[:4].tolist() != [0, 0, 8, dims] or len(raw) != start + np.prod(shape, dtype=np.int64):

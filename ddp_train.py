@@ -89,7 +89,7 @@ def main():
     # Every rank shuffles alike, then takes every world_size-th image, beginning with its rank-th.
     sampler = torch.utils.data.DistributedSampler(train_set, world_size, rank, seed=args.seed)
     train_loader = make_loader(train_set, args.batch_size, sampler, device)
-    test_loader = make_loader(test_set, 256, range(rank, len(test_set), world_size), device)
+    test_loader = make_loader(test_set, 128, range(rank, len(test_set), world_size), device)
     set_seed(args.seed)
     net = Net().to(device, memory_format=torch.channels_last)
     model = torch.nn.parallel.DistributedDataParallel(net)

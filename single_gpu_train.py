@@ -66,7 +66,7 @@ def main():
     # For one replica this is a shuffle by seed and epoch: the order in which DDP deals out images.
     sampler = torch.utils.data.DistributedSampler(train_set, 1, 0, seed=args.seed)
     train_loader = make_loader(train_set, args.batch_size, sampler, device)
-    test_loader = make_loader(test_set, 256, range(len(test_set)), device)
+    test_loader = make_loader(test_set, 128, range(len(test_set)), device)
     set_seed(args.seed)
     net = Net().to(device, memory_format=torch.channels_last)
     model = net
