@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from data import fetch, load_datasets, make_loader
-from model import (Net, check_loss, find_world, get_device, load, on_rank_0, open_output,
+from model import (Net, check_loss, find_world, get_device, load, on_rank_0, open_together,
                    open_writer, save, stop)
 
 
@@ -97,7 +97,7 @@ def main():
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9, nesterov=True)
     batch, total, steps = args.batch_size * world_size, len(train_set), len(train_loader)
     options = {"dataset": train_set.dataset, "images": total, "lr": args.lr, "seed": args.seed}
-    folder, checkpoint = on_rank_0(open_output, args, __file__, options, net)
+    folder, checkpoint = open_together(args, __file__, options, net)
     start = load(checkpoint, net, optimizer)
     if start >= args.epochs:
         return print(f"{folder} is finished: {start} of {args.epochs} epochs are done")

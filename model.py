@@ -4,7 +4,9 @@ import math
 import os
 import socket
 import sys
+import tempfile
 import time
+import zipfile
 from datetime import datetime
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+LOCKED = {}  # {folder: descriptor}, see lock_folder
 
 
 class Net(nn.Module):
@@ -106,7 +109,8 @@ def stop(problem):
     Global rank 0 says it (local rank 0, before there is a group). The others give it time to, as
     a launcher kills all processes as soon as one has left with an error.
     """
-    if dist.get_rank() if in_group() else int(os.environ.get("LOCAL_RANK", 0)):
+    launched = "RANK" in os.environ  # and so there are others
+    if dist.get_rank() if in_group() else launched and int(os.environ.get("LOCAL_RANK", 0)):
         time.sleep(5)
         raise SystemExit(1)
     raise SystemExit(f"error: {problem}")
@@ -155,26 +159,60 @@ def open_output(args, script, options, net):
     advice = "use another --output-dir"
     try:
         path.parent.mkdir(parents=True, exist_ok=bool(args.output_dir))
-        path.with_name("probe").touch()
-        path.with_name("probe").unlink()
+        with tempfile.TemporaryFile(dir=path.parent) as probe:
+            probe.write(bytes(2**16))
     except OSError as error:
-        stop(f"cannot write to {path.parent}: {error}")
+        stop(f"cannot write to {path.parent}: {error}; see --output-dir")
+    lock_folder(path.parent.resolve())
     if not path.exists():
         return path.parent, None
     if not args.resume:
         stop(f"{path} exists: go on from it with --resume, or {advice}")
     try:
+        if zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
+            raise ValueError("damaged")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         made, shapes = dict(checkpoint["options"]), shapes_of(checkpoint["model"])
+        (group,), state = (checkpoint["optimizer"][key] for key in ("param_groups", "state"))
+        momenta = [list(state[index]["momentum_buffer"].shape) for index in group["params"]]
+        if not (type(checkpoint["epoch"]) is int and checkpoint["epoch"] > 0 and "max_lr" in group):
+            raise ValueError("no epoch or no schedule")
+        differing = [name for name, value in options.items() if made.get(name) != value]
     except Exception as error:  # whatever a damaged or foreign file can cause
         reason = type(error).__name__
         stop(f"{path} is cut off or no checkpoint ({reason}): move it away, or {advice}")
-    if shapes != shapes_of(net.state_dict()):
+    fitting = momenta == [list(parameter.shape) for parameter in net.parameters()]
+    if shapes != shapes_of(net.state_dict()) or not fitting:
         stop(f"{path} is of another model: {advice}")
-    for name, value in options.items():
-        if made.get(name) != value:
-            stop(f"{path} was made with {name} {made.get(name)}, not {value}: {advice}")
+    for name in differing:
+        stop(f"{path} was made with {name} {made.get(name)}, not {options[name]}: {advice}")
     return path.parent, checkpoint
+
+
+def lock_folder(folder):
+    """stop() if another process trains into this folder; ours until this process ends, or dies."""
+    try:
+        import fcntl
+        if folder not in LOCKED:
+            LOCKED[folder] = os.open(folder, os.O_RDONLY)
+            fcntl.flock(LOCKED[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stop(f"another run is writing to {folder}: use another --output-dir")
+    except (ImportError, OSError):
+        pass  # Windows and some network disks have no such lock
+
+
+def open_together(args, script, options, net):
+    """open_output() on rank 0, for all ranks; stop()s where they were given different options."""
+    asked = dict(options, epochs=args.epochs, batch_size=args.batch_size)
+    asked["log_interval"] = args.log_interval
+    given = on_rank_0(dict, asked)
+    problem = next((f"{name} is {asked[name]} on rank {dist.get_rank()}, but {value} on rank 0"
+                    for name, value in given.items() if value != asked[name]), "")
+    problem = first_problem(problem)
+    if problem:
+        stop(problem)
+    return on_rank_0(open_output, args, script, options, net)
 
 
 def shapes_of(state_dict):

@@ -115,7 +115,12 @@ def run_here(monkeypatch, capsys):
     def run_main(script, *options):
         monkeypatch.setattr(sys, "argv", [script, *(str(option) for option in options)])
         capsys.readouterr()
-        importlib.import_module(Path(script).stem).main()
+        try:
+            importlib.import_module(Path(script).stem).main()
+        finally:  # the folders are locked until the end of a process, which this is not
+            locked = importlib.import_module("model").LOCKED
+            for folder in list(locked):
+                os.close(locked.pop(folder))
         return capsys.readouterr().out
 
     return run_main

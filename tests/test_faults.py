@@ -427,3 +427,42 @@ def test_only_one_image(tmp_path):
     data_dir = write_mnist(tmp_path / "data", 1, 1)
     done = run_ddp(2, *training(data_dir, tmp_path / "out"))
     assert "(1/1)" in done.stdout or "(0/1)" in done.stdout
+
+
+def by_hand(ranks):
+    """Start ddp_train.py once for each list of options, as ranks of one world; their outputs."""
+    port, jobs = str(free_port()), []
+    for rank, options in enumerate(ranks):
+        here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(ranks))}
+        command = [sys.executable, ROOT / "ddp_train.py", *options]
+        jobs.append(start(command, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **here))
+    outputs = [job.communicate(timeout=60) for job in jobs]
+    return outputs, [job.returncode for job in jobs]
+
+
+@pytest.mark.parametrize("option, value", [("--lr", "0.01"), ("--seed", "7"), ("--epochs", "2")])
+def test_ranks_with_other_options_stop_all(mnist, tmp_path, option, value):
+    options = training(mnist, tmp_path / "out")
+    outputs, codes = by_hand([options, [*options, option, value]])
+    assert codes == [1, 1] and not (tmp_path / "out").exists()
+    assert f"error: {option[2:]} is {value} on rank 1, but " in outputs[0][1]
+
+
+def test_a_second_run_in_the_same_folder_is_refused(mnist, tmp_path):
+    """The first is asleep in its second epoch; killed, it frees the folder."""
+    options = training(mnist, tmp_path / "out", "--resume")
+    first = start([sys.executable, FAULTY, ROOT / "single_gpu_train.py", *options],
+                  FAULT="any step sleep")  # fmt: skip
+    while "sleeping" not in first.stderr.readline():
+        assert first.poll() is None
+    second = run("single_gpu_train.py", *options, code=1)
+    assert second.stderr.startswith("error: another run is writing to")
+    first.kill()
+    first.communicate(timeout=10)
+    assert len(EPOCH_LINE.findall(run("single_gpu_train.py", *options).stdout)) == 2
+
+
+def test_a_file_of_the_user_in_the_output_folder_stays(mnist, tmp_path):
+    (tmp_path / "probe").write_text("precious")
+    run("single_gpu_train.py", *training(mnist, tmp_path, "--epochs", "1"))
+    assert (tmp_path / "probe").read_text() == "precious"

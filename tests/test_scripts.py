@@ -265,6 +265,16 @@ def test_ddp_refuses_once_for_all_ranks(mnist, finished):
     "what, reason",
     [
         ("cut", "cut off"),
+        ("damaged", "cut off"),
+        ("no epoch", "cut off"),
+        ("epoch in words", "cut off"),
+        ("no optimizer", "cut off"),
+        ("other momenta", "another model"),
+        ("damaged", "cut off"),
+        ("no epoch", "cut off"),
+        ("epoch in words", "cut off"),
+        ("no optimizer", "cut off"),
+        ("other momenta", "another model"),
         ("empty", "cut off"),
         ("text", "cut off"),
         ("model.pth", "cut off"),
@@ -281,9 +291,15 @@ def test_a_checkpoint_that_does_not_fit_is_named(
     content = (finished / "checkpoint.pth").read_bytes()
     if what == "model.pth":
         shutil.copy(finished / "model.pth", path)
-    elif what.startswith("other"):
+    elif what.startswith(("other", "no ", "epoch")):
         if what == "other model":
             state["model"]["fc2.weight"] = torch.zeros(10, 3)
+        elif what == "other momenta":
+            state["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(3)
+        elif what.startswith("no "):
+            del state[what[3:]]
+        elif what == "epoch in words":
+            state["epoch"] = "one"
         else:
             state["options"].update(
                 {"other dataset": {"dataset": "synthetic"}, "other seed": {"seed": 7}}[what]
@@ -291,7 +307,12 @@ def test_a_checkpoint_that_does_not_fit_is_named(
         torch.save(state, path)
     else:
         path.write_bytes(
-            {"cut": content[: len(content) // 2], "empty": b"", "text": b"hello"}[what]
+            {
+                "cut": content[: len(content) // 2],
+                "damaged": content[:200_000] + bytes(4096) + content[204_096:],
+                "empty": b"",
+                "text": b"hello",
+            }[what]
         )
     before = path.read_bytes()
     error = refusal(
