@@ -558,9 +558,11 @@ def test_there_is_a_way_to_produce_each_message():
 @pytest.mark.parametrize("start", MESSAGES)
 def test_messages_are_the_real_ones(start, mnist, tmp_path):
     found = MESSAGES[start](mnist, tmp_path)
-    for code in next(codes for codes in messages() if codes[0].startswith(start)):
-        pattern = ".*".join(re.escape(piece) for piece in code.split("…"))
-        assert re.search(pattern, found, re.I | re.S), found[-3000:]
+    codes = next(codes for codes in messages() if codes[0].startswith(start))
+    patterns = [".*".join(re.escape(piece) for piece in code.split("…")) for code in codes]
+    seen = [bool(re.search(pattern, found, re.I | re.S)) for pattern in patterns]
+    # Of two ranks the launcher may end one before it has told: then it is one of the messages.
+    assert any(seen) if start == "Timed out" else all(seen), found[-3000:]
 
 
 if __name__ == "__main__":
