@@ -440,7 +440,7 @@ def test_an_image_folder(tmp_path):
 @needs_patch
 @pytest.mark.slow
 def test_fully_shard_evaluates_every_image_once(tmp_path):
-    """257 and 256 test images: rank 0 has one batch more, and the forward passes must match."""
+    """257 and 256 test images: rank 0 has a third batch, and the forward passes must match."""
     may_run_on_the_cpu("fsdp")
     data_dir = write_mnist(tmp_path / "data", 50, 513)
     script = changed("fsdp", tmp_path / "patched")
