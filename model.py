@@ -151,8 +151,8 @@ def open_output(args, script, options, net):
 
     Without args.output_dir a new folder below runs/ is made, named by date, time and script. A
     checkpoint that is there is read only with args.resume; it must fit `net` and have been made
-    with the same options (a dict). stop()s where the folder cannot be written, or the checkpoint
-    would be overwritten, is not whole or is of another training.
+    with the same options (a dict). stop()s where the folder cannot be written, where an earlier
+    model or checkpoint would be overwritten, or the checkpoint is damaged or of another training.
     """
     new = f"runs/{datetime.now():%Y%m%d-%H%M%S-%f}_{Path(script).stem}"
     path = Path(args.output_dir or new, "checkpoint.pth")
@@ -164,10 +164,11 @@ def open_output(args, script, options, net):
     except OSError as error:
         stop(f"cannot write to {path.parent}: {error}; see --output-dir")
     lock_folder(path.parent.resolve())
+    for file, hint in (path, "go on from it with --resume, or "), (path.with_name("model.pth"), ""):
+        if file.exists() and not args.resume:
+            stop(f"{file} exists: {hint}{advice}")
     if not path.exists():
         return path.parent, None
-    if not args.resume:
-        stop(f"{path} exists: go on from it with --resume, or {advice}")
     try:
         if zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
             raise ValueError("damaged")

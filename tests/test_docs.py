@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, free_port, launch_command, run, write_mnist
+from conftest import ROOT, SCRIPTS, free_port, launch_command, run, start, write_mnist
 from test_siblings import diff
 
 READMES = ("README.md", "README.zh-CN.md")
@@ -512,6 +512,39 @@ def ranks_apart(mnist, tmp_path):
     return silent + dead
 
 
+def hangup(mnist, tmp_path):
+    """What a closed terminal does to a launcher, although it was started by nohup."""
+    command = ["nohup", *launch_command(2), ROOT / "ddp_train.py", "--data-dir", mnist,
+               "--epochs", 1000, "--output-dir", tmp_path / "out"]  # fmt: skip
+    job = start(command)
+    while not job.stdout.readline().startswith("epoch"):
+        assert job.poll() is None
+    os.kill(job.pid, signal.SIGHUP)
+    return job.communicate(timeout=60)[1]
+
+
+def folder_in_use(mnist, tmp_path):
+    options = ["--data-dir", mnist, "--output-dir", tmp_path / "out", "--resume"]
+    first = start([sys.executable, ROOT / "single_gpu_train.py", *options, "--epochs", 1000])
+    while not first.stdout.readline().startswith("epoch"):
+        assert first.poll() is None
+    found = run("single_gpu_train.py", *options, code=None).stderr
+    first.kill()
+    first.communicate(timeout=60)
+    return found
+
+
+def other_options(mnist, tmp_path):
+    """Two nodes, started with different options."""
+    port, jobs = free_port(), []
+    for node in range(2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
+                   f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}",
+                   ROOT / "ddp_train.py", "--data-dir", mnist, "--seed", node]  # fmt: skip
+        jobs.append(start(command, cwd=tmp_path))
+    return [job.communicate(timeout=60)[1] for job in jobs][0]
+
+
 STEPS = "for i in range(2): DDP_ = DDP_ if i else {}; DDP_(torch.ones(2, 4){}).sum().backward()"
 MESSAGES = {  # how to produce the message that begins so
     "unrecognized arguments: --local": old_script,
@@ -525,6 +558,9 @@ MESSAGES = {  # how to produce the message that begins so
     "Missing key": without_module,
     "unable to allocate": no_shared_memory,
     "error: … exists": single(),
+    "error: another run": folder_in_use,
+    "error: … is … on rank 1": other_options,
+    "SignalException": hangup,
     "error: … is cut off": single(damage=True, again=["--resume"]),
     "error: … was made": single(again=["--resume", "--lr", "0.2"]),
     "error: the loss is nan": single("--lr", "1000", "--epochs", "5"),

@@ -315,21 +315,26 @@ def test_two_nodes_with_addresses_of_their_own(mnist, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ports", ["same", "two"])
+@pytest.mark.parametrize("ports", ["same", "two", "none"])
 def test_two_jobs_on_one_machine(mnist, tmp_path, ports):
-    """With the same port the second job ends soon and says why; the first is unharmed."""
-    first_port = free_port()
-    second_port = first_port if ports == "same" else free_port()
+    """With the same port the second job ends soon and says why; the first is unharmed.
+
+    So it is, in older versions, where none is given; newer ones then choose two.
+    """
+    first_port = f"--master_port={free_port()}"
+    second_port = first_port if ports == "same" else f"--master_port={free_port()}"
+    if ports == "none":
+        first_port = second_port = "--nnodes=1"
     options = training(mnist, tmp_path / "first", "--epochs", "60")  # longer than the second lasts
     command = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2"]
-    first = start([*command, f"--master_port={first_port}", ROOT / "ddp_train.py", *options])
+    first = start([*command, first_port, ROOT / "ddp_train.py", *options])
     assert first.stdout.readline().startswith("ddp_train.py")
-    second = run(*command, f"--master_port={second_port}", ROOT / "ddp_train.py",
+    second = run(*command, second_port, ROOT / "ddp_train.py",
                  *training(mnist, tmp_path / "second"), code=None, timeout=60)  # fmt: skip
     out, errors = first.communicate(timeout=60)
     assert first.returncode == 0, errors
     assert len(EPOCH_LINE.findall(out)) == 60
-    if ports == "two":
+    if ports == "two" or ports == "none" and second.returncode == 0:
         assert second.returncode == 0 and len(EPOCH_LINE.findall(second.stdout)) == 3
     else:
         assert second.returncode != 0 and re.search("address already in use", second.stderr, re.I)
@@ -466,3 +471,10 @@ def test_a_file_of_the_user_in_the_output_folder_stays(mnist, tmp_path):
     (tmp_path / "probe").write_text("precious")
     run("single_gpu_train.py", *training(mnist, tmp_path, "--epochs", "1"))
     assert (tmp_path / "probe").read_text() == "precious"
+
+
+def test_a_model_without_its_checkpoint_is_not_overwritten(mnist, tmp_path):
+    (tmp_path / "model.pth").write_text("precious")
+    done = run("single_gpu_train.py", *training(mnist, tmp_path, "--epochs", "1"), code=1)
+    line = f"error: {tmp_path / 'model.pth'} exists: use another --output-dir\n"
+    assert done.stderr == line and (tmp_path / "model.pth").read_text() == "precious"
