@@ -1,12 +1,14 @@
 """The benchmark's arithmetic and its table; never its speed."""
 
 import json
+import re
 import sys
 
 import pytest
 from conftest import ROOT, run
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import costs  # noqa: E402
 import throughput  # noqa: E402
 
 FIGURES = {
@@ -48,3 +50,25 @@ def test_the_whole_benchmark(mnist, tmp_path):
     result = json.loads((tmp_path / "result.json").read_text())
     assert all(len(rates) == 2 for rates in result["images_per_second"].values())
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux alone")
+def test_what_costs_beside_the_steps(mnist, tmp_path):
+    script = ROOT / "benchmarks" / "costs.py"
+    parts = ("--only", "start", "memory", "growth")
+    done = run(sys.executable, script, "--rounds", 1, "--data-dir", mnist, *parts, timeout=300,
+               cwd=tmp_path)  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("- ")]
+    figures = [re.findall(r"([\d.]+) \(([\d.]+)–([\d.]+)\)", line) for line in lines]
+    assert len(lines) == 7 and all(figures), done.stdout
+    for middle, least, most in sum(figures, []):
+        assert float(least) <= float(middle) <= float(most)
+    assert re.search("import torch$", lines[2]) and "4 x the data" in lines[4]
+    assert not list(tmp_path.iterdir())
+
+
+def test_spread_and_ratio():
+    figures = {"here": [1.0, 2.0, 4.0], "textbook": [10.0, 18.0, 48.0]}
+    assert costs.spread(figures["here"]) == "2.0 (1.0–4.0)"
+    assert costs.ratio(figures, "textbook", "here") == "10.00 (9.00–12.00)"
