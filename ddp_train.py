@@ -77,8 +77,7 @@ def main():
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, **find_world())
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if rank > 0:
-        sys.stdout = open(os.devnull, "w")  # printing belongs to global rank 0
+    sys.stdout = open(os.devnull, "w") if rank > 0 else sys.stdout  # printing is for global rank 0
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if local_rank > 0:
         dist.barrier(patient)  # here the others wait, while local rank 0 fetches the data ...
@@ -100,6 +99,7 @@ def main():
     folder, checkpoint = open_together(args, __file__, options, net)
     start = load(checkpoint, net, optimizer)
     if start >= args.epochs:
+        dist.destroy_process_group()
         return print(f"{folder} is finished: {start} of {args.epochs} epochs are done")
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.lr, total_steps=args.epochs * steps, last_epoch=start * steps - 1)

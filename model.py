@@ -1,4 +1,5 @@
 """The network, and what the three scripts do around the training of it: device, files, stopping."""
+import atexit
 import ctypes
 import math
 import os
@@ -110,10 +111,18 @@ def stop(problem):
     a launcher kills all processes as soon as one has left with an error.
     """
     launched = "RANK" in os.environ  # and so there are others
+    if in_group() and dist.get_backend() == "gloo":
+        atexit.register(leave_group)  # a process that ends with gloo's threads may abort
     if dist.get_rank() if in_group() else launched and int(os.environ.get("LOCAL_RANK", 0)):
         time.sleep(5)
         raise SystemExit(1)
     raise SystemExit(f"error: {problem}")
+
+
+def leave_group():
+    """Close the process group of this process, if it is still open."""
+    if in_group():
+        dist.destroy_process_group()
 
 
 def in_group():

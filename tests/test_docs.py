@@ -538,9 +538,9 @@ def other_options(mnist, tmp_path):
     """Two nodes, started with different options."""
     port, jobs = free_port(), []
     for node in range(2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
-                   f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}",
-                   ROOT / "ddp_train.py", "--data-dir", mnist, "--seed", node]  # fmt: skip
+        launcher = [*launch_command(1)[:-1], "--nnodes=2", f"--node_rank={node}"]
+        launcher += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+        command = [*launcher, ROOT / "ddp_train.py", "--data-dir", mnist, "--seed", node]
         jobs.append(start(command, cwd=tmp_path))
     return [job.communicate(timeout=60)[1] for job in jobs][0]
 

@@ -1,13 +1,25 @@
 """One training, three strategies: the same weights, counts and curves, whatever the processes."""
 
 import importlib
+import sys
 import time
 
 import pytest
 import torch
-from conftest import EPOCH_LINE, ROOT, distance, run, run_ddp, scalars, weights, write_mnist
+from conftest import (
+    EPOCH_LINE,
+    ROOT,
+    SMALL_LR,
+    distance,
+    launch_command,
+    run,
+    run_ddp,
+    scalars,
+    weights,
+    write_mnist,
+)
 
-TRAINING = ("--epochs", 2, "--lr", 0.02, "--log-interval", 7)
+TRAINING = ("--epochs", 2, "--lr", SMALL_LR, "--log-interval", 7)
 
 
 class ChunkedDataParallel(torch.nn.Module):
@@ -83,8 +95,34 @@ def test_data_parallel_ends_with_the_weights_of_one_gpu(
 
 
 def test_the_training_did_something(runs):
-    _, _, _, _, right, count = EPOCH_LINE.findall(runs[1][1])[-1]
-    assert int(right) > 0.3 * int(count)
+    first, last = (float(line[2]) for line in EPOCH_LINE.findall(runs[1][1]))
+    assert last < first - 0.01
+    torch.manual_seed(42)
+    start = importlib.import_module("model").Net().state_dict()
+    assert distance(start, weights(runs[1][0])) > 0.001
+
+
+@pytest.mark.slow
+def test_in_double_precision_all_end_with_the_same_weights(mnist, tmp_path):
+    """There a larger rate does no harm, and what were wrong by little would show."""
+    double = tmp_path / "double.py"
+    double.write_text("""
+import runpy, sys, torch
+from pathlib import Path
+torch.set_default_dtype(torch.float64)
+sys.argv = sys.argv[1:]
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+    options = ("--data-dir", mnist, *TRAINING, "--lr", 0.02, "--device", "cpu")
+    for processes in (1, 2, 3, 4):
+        script = ROOT / ("ddp_train.py" if processes > 1 else "single_gpu_train.py")
+        launcher = launch_command(processes, "--use_env") if processes > 1 else [sys.executable]
+        out = ("--output-dir", tmp_path / str(processes), "--batch-size", 48 // processes)
+        done = run(*launcher, double, script, *options, *out)
+        assert distance(weights(tmp_path / "1"), weights(tmp_path / str(processes))) < 1e-9
+    right, count = map(int, EPOCH_LINE.findall(done.stdout)[-1][4:])
+    assert right > 0.3 * count
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4])
@@ -125,7 +163,7 @@ def test_logged_curves_are_the_global_ones(runs, processes):
 )
 def test_one_test_image_and_few_training_images(tmp_path, run_here, train, processes):
     data_dir = write_mnist(tmp_path / "data", train, 1)
-    options = ("--data-dir", data_dir, "--epochs", 2, "--lr", 0.02, "--log-interval", 1)
+    options = ("--data-dir", data_dir, "--epochs", 2, "--lr", SMALL_LR, "--log-interval", 1)
     alone = run_here(
         "single_gpu_train.py",
         *options,

@@ -15,7 +15,9 @@ import torch
 from conftest import (
     EPOCH_LINE,
     ROOT,
+    SMALL_LR,
     distance,
+    finish,
     free_port,
     launch_command,
     run,
@@ -243,12 +245,12 @@ def two_nodes(
     for node in range(2):
         folder = tmp_path / ("shared" if shared else f"node{node}")
         folder.mkdir(exist_ok=True)
-        options = training(mnist, folder / "out", "--epochs", "1")
+        options = training(mnist, folder / "out", "--epochs", "1", "--lr", str(SMALL_LR))
         command = [*prefix[node], *launch_command(processes)[:-1], f"--master_addr={hosts[0]}",
                    f"--master_port={port}", "--nnodes=2", f"--node_rank={node}"]  # fmt: skip
         jobs.append(start([*command, ROOT / "ddp_train.py", *options]))
         folders.append(folder)
-    return [job.communicate(timeout=90) for job in jobs], [job.returncode for job in jobs], folders
+    return [finish(job, 90) for job in jobs], [job.returncode for job in jobs], folders
 
 
 @pytest.mark.parametrize(
@@ -267,15 +269,16 @@ def test_two_nodes(mnist, tmp_path, processes, shared):
     assert not outputs[1][0]  # lines only from global rank 0
     assert len(list((folders[0] / "out").iterdir())) == 3  # one event file
     assert shared or not list(folders[1].iterdir())  # files too
-    run("single_gpu_train.py", *training(mnist, tmp_path / "single", "--epochs", "1",
-                                         "--batch-size", str(200 * processes)))  # fmt: skip
+    options = ("--epochs", "1", "--lr", str(SMALL_LR), "--batch-size", str(200 * processes))
+    run("single_gpu_train.py", *training(mnist, tmp_path / "single", *options))
     assert distance(weights(tmp_path / "single"), weights(folders[0] / "out")) < 1e-5
 
 
 @pytest.mark.slow
 def test_two_nodes_one_of_which_has_the_checkpoint(mnist, tmp_path):
     """Rank 0 decides: with a checkpoint on node 0 alone all go on from it; on node 1, none does."""
-    run("single_gpu_train.py", *training(mnist, tmp_path / "node0" / "out", "--epochs", "1"))
+    options = ("--epochs", "1", "--lr", str(SMALL_LR))
+    run("single_gpu_train.py", *training(mnist, tmp_path / "node0" / "out", *options))
     shutil.copytree(tmp_path / "node0", tmp_path / "other")
     outputs, codes, _ = two_nodes(tmp_path, mnist, 1, False)
     assert codes != [0, 0] and "--resume" in outputs[0][1]
@@ -375,7 +378,7 @@ def test_the_environment_of_a_scheduler_is_enough(mnist, tmp_path):
         options = training(mnist, tmp_path, "--epochs", "1")
         command = [sys.executable, ROOT / "ddp_train.py", *options]
         jobs.append(start(command, RANK=rank, LOCAL_RANK=rank, **here))
-    outputs = [job.communicate(timeout=60)[0] for job in jobs]
+    outputs = [finish(job)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0]
     assert "until all 2 processes are there" in outputs[0] and not outputs[1]
 
@@ -441,7 +444,7 @@ def by_hand(ranks):
         here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(ranks))}
         command = [sys.executable, ROOT / "ddp_train.py", *options]
         jobs.append(start(command, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **here))
-    outputs = [job.communicate(timeout=60) for job in jobs]
+    outputs = [finish(job) for job in jobs]
     return outputs, [job.returncode for job in jobs]
 
 

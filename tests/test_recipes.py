@@ -18,6 +18,7 @@ import torch
 from conftest import (
     EPOCH_LINE,
     ROOT,
+    SMALL_LR,
     distance,
     launch_command,
     run,
@@ -150,17 +151,26 @@ def fresh(name):
 # ------------------------------------------------------------- recipes that must not change results
 
 
+@pytest.fixture(scope="module")
+def slow_plain(mnist, tmp_path_factory):
+    """The same at a rate at which rounding tips nothing."""
+    folder = tmp_path_factory.mktemp("slow_plain")
+    own = ("--lr", SMALL_LR, "--device", "cpu", "--output-dir", folder)
+    run_ddp(2, "--data-dir", mnist, *TRAINING, *own)
+    return folder
+
+
 def same_as_plain(name, options, mnist, plain, tmp_path):
     script = changed(name, tmp_path / name)
     out = tmp_path / "out"
-    train(script, "--data-dir", mnist, *TRAINING, *options, "--output-dir", out)
+    own = ("--lr", SMALL_LR, *options, "--output-dir", out)
+    train(script, "--data-dir", mnist, *TRAINING, *own)
     assert distance(weights(plain), weights(out)) < 1e-5
     return out
 
 
 def same_but_for_rounding(name, run_here, mnist, tmp_path, *options):
-    """The rate is small: other sums round otherwise, and that can tip a max-pool's choice."""
-    training = ("--data-dir", mnist, "--epochs", 1, "--lr", 0.001)
+    training = ("--data-dir", mnist, "--epochs", 1, "--lr", SMALL_LR)
     own = ("--device", "cpu", "--output-dir", tmp_path / "plain")
     run_here("single_gpu_train.py", *training, *own, "--batch-size", 48)
     script = changed(name, tmp_path / "patched")
@@ -191,10 +201,10 @@ def test_fully_shard_gives_the_weights_of_the_plain_run(run_here, mnist, tmp_pat
 
 @needs_patch
 @pytest.mark.slow
-def test_zero_gives_the_weights_and_the_checkpoint_of_the_plain_run(mnist, plain, tmp_path):
-    out = same_as_plain("zero", (), mnist, plain, tmp_path)
+def test_zero_gives_the_weights_and_the_checkpoint_of_the_plain_run(mnist, slow_plain, tmp_path):
+    out = same_as_plain("zero", (), mnist, slow_plain, tmp_path)
     one, other = (
-        torch.load(folder / "checkpoint.pth")["optimizer"]["state"] for folder in (plain, out)
+        torch.load(folder / "checkpoint.pth")["optimizer"]["state"] for folder in (slow_plain, out)
     )
     assert one.keys() == other.keys()
     for key in one:
@@ -215,9 +225,9 @@ def test_zero_gives_the_weights_and_the_checkpoint_of_the_plain_run(mnist, plain
         ("compile", ()),
     ],
 )
-def test_the_weights_are_those_of_the_plain_run(name, options, mnist, plain, tmp_path):
+def test_the_weights_are_those_of_the_plain_run(name, options, mnist, slow_plain, tmp_path):
     may_run_on_the_cpu(name)
-    same_as_plain(name, options, mnist, plain, tmp_path)
+    same_as_plain(name, options, mnist, slow_plain, tmp_path)
 
 
 def may_run_on_the_cpu(name):
@@ -233,7 +243,7 @@ def may_run_on_the_cpu(name):
 def test_accumulation_counts_the_images_of_an_incomplete_batch(images, tmp_path):
     """Down to ranks that have no image of their own in the only step."""
     data_dir = write_mnist(tmp_path / "data", images, 3)
-    options = ("--data-dir", data_dir, "--epochs", 2, "--lr", 0.02, "--device", "cpu")
+    options = ("--data-dir", data_dir, "--epochs", 2, "--lr", SMALL_LR, "--device", "cpu")
     run("single_gpu_train.py", *options, "--batch-size", 4, "--output-dir", tmp_path / "plain")
     script = changed("accumulate", tmp_path / "patched")
     own = ("--batch-size", 2, "--micro-batch", 1, "--output-dir", tmp_path / "out")
@@ -247,7 +257,7 @@ def test_accumulation_counts_the_images_of_an_incomplete_batch(images, tmp_path)
 def test_resume_is_that_of_the_plain_script(name, mnist, tmp_path):
     may_run_on_the_cpu(name)
     script = changed(name, tmp_path / "patched")
-    options = ("--data-dir", mnist, "--lr", 0.001)
+    options = ("--data-dir", mnist, "--lr", SMALL_LR)
     for epochs in (1, 2):
         own = (*options, "--epochs", epochs, "--resume", "--output-dir")
         run("single_gpu_train.py", *own, tmp_path / "plain", "--batch-size", 48, "--device", "cpu")
@@ -372,7 +382,7 @@ def test_sigterm_saves_on_all_ranks_and_resume_is_exact(who, tmp_path):
     data_dir = write_mnist(tmp_path / "data", 2001, 11)
     options = ("--data-dir", data_dir, "--epochs", 3, "--lr", 0.01, "--log-interval", 10)
     options += ("--device", "cpu")
-    run("single_gpu_train.py", *options, "--batch-size", 4, "--output-dir", tmp_path / "plain")
+    run_ddp(2, *options, "--batch-size", 2, "--output-dir", tmp_path / "plain")
     script = changed("sigterm", tmp_path / "patched")
     options = (*options, "--batch-size", 2, "--output-dir", tmp_path / "out")
     command = [*launch_command(2), script, *options]
