@@ -164,7 +164,8 @@ def memory(args, scratch):
                     seen.append(private_memory(pid))
                 time.sleep(0.1)
 
-        run(command(ROOT / DDP, args, scratch, processes=2), watch)
+        usual = ["--log-interval", 50]
+        run(command(ROOT / DDP, args, scratch, *usual, processes=2), watch)
         return max(seen)
 
     def imported():
