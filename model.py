@@ -110,19 +110,20 @@ def stop(problem):
     Global rank 0 says it (local rank 0, before there is a group). The others give it time to, as
     a launcher kills all processes as soon as one has left with an error.
     """
-    launched = "RANK" in os.environ  # and so there are others
-    if in_group() and dist.get_backend() == "gloo":
-        atexit.register(leave_group)  # a process that ends with gloo's threads may abort
+    launched = "LOCAL_WORLD_SIZE" in os.environ  # by a launcher, with the same options
+    if in_group() and dist.get_world_size() > 1:
+        atexit.register(leave_at_once)
     if dist.get_rank() if in_group() else launched and int(os.environ.get("LOCAL_RANK", 0)):
         time.sleep(5)
         raise SystemExit(1)
     raise SystemExit(f"error: {problem}")
 
 
-def leave_group():
-    """Close the process group of this process, if it is still open."""
-    if in_group():
-        dist.destroy_process_group()
+def leave_at_once():
+    """End this process without closing its group, whose threads can make the end hang or abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def in_group():
@@ -152,7 +153,7 @@ def save(state, path):
         os.replace(part, path)
     except (OSError, RuntimeError) as error:  # torch.save tells of a full disk by a RuntimeError
         part.unlink(missing_ok=True)
-        stop(f"cannot save {path}: {error}")
+        stop(f"cannot save {path}, is there space on the disk? {error}")
 
 
 def open_output(args, script, options, net):
@@ -173,11 +174,12 @@ def open_output(args, script, options, net):
     except OSError as error:
         stop(f"cannot write to {path.parent}: {error}; see --output-dir")
     lock_folder(path.parent.resolve())
-    for file, hint in (path, "go on from it with --resume, or "), (path.with_name("model.pth"), ""):
-        if file.exists() and not args.resume:
-            stop(f"{file} exists: {hint}{advice}")
     if not path.exists():
+        if path.with_name("model.pth").exists():
+            stop(f"{path.with_name('model.pth')} exists, but no checkpoint: {advice}")
         return path.parent, None
+    if not args.resume:
+        stop(f"{path} exists: go on from it with --resume, or {advice}")
     try:
         if zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
             raise ValueError("damaged")

@@ -26,7 +26,7 @@ def parse_args():
     option("--dataset", choices=["auto", "mnist", "synthetic"], default="auto",
            help="auto: MNIST where it is or can be downloaded, else digits drawn here")
     option("--data-dir", default="data", help="folder of the data sets")
-    option("--output-dir", help="folder of the results (default: a new one below runs)")
+    option("--output-dir", help="folder of the results (default: %(default)s, a new one in runs)")
     option("--resume", action="store_true", help="go on from the checkpoint in --output-dir")
     option("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="to train on")
     option("--log-interval", type=int, default=50, help="steps from one log line to the next")

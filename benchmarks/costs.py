@@ -18,6 +18,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -76,7 +77,10 @@ def run(words, watch=None):
     )
     if watch:
         threading.Thread(target=watch, args=(job,)).start()
-    out, errors = job.communicate()
+    try:
+        out, errors = job.communicate()
+    finally:
+        job.terminate()  # where it still runs, after a signal
     if job.returncode:
         raise SystemExit(f"error: {' '.join(words)} failed:\n{out}{errors}")
     return out, time.perf_counter() - began
@@ -319,6 +323,7 @@ def main():
         return textbook(args.data_dir)
     problem = fetch("mnist", args.data_dir)  # once, before anything is measured
     args.images = len(load_datasets("mnist", args.data_dir, problem)[0])
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # which tidies up
     print(f"{machine()}; n = {args.rounds}\n", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.only:

@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import re
+import signal
 import socket
 import statistics
 import subprocess
@@ -49,7 +50,7 @@ def parse_args():
     option = parser.add_argument
     option("--rounds", type=int, default=5, help="times that each contender runs")
     option("--batch-size", type=int, default=64, help="images per step and process")
-    option("--processes", type=int, help="most DDP processes (default: GPUs, or cores)")
+    option("--processes", type=int, help="most DDP processes (%(default)s: GPUs, or cores)")
     option(
         "--dataset", choices=["auto", "mnist", "synthetic"], default="auto", help="as the scripts"
     )
@@ -117,12 +118,16 @@ def run(commands, environment):
         for command, extra in zip(commands, environment)
     ]
     rates = []
-    for job in jobs:
-        out, errors = job.communicate()
-        found = re.findall(r"([\d.]+) images/s", out)
-        if job.returncode or not found:
-            raise SystemExit(f"error: {' '.join(job.args)} failed:\n{out}{errors}")
-        rates.append(float(found[-1]))
+    try:
+        for job in jobs:
+            out, errors = job.communicate()
+            found = re.findall(r"([\d.]+) images/s", out)
+            if job.returncode or not found:
+                raise SystemExit(f"error: {' '.join(job.args)} failed:\n{out}{errors}")
+            rates.append(float(found[-1]))
+    finally:
+        for job in jobs:
+            job.terminate()  # those that still run, after an error or a signal
     return sum(rates)
 
 
@@ -255,6 +260,9 @@ def main():
         loops = {"bare": bare_loop, "conventional": conventional_loop}
         print(f"{loops[args.loop](args, device)} images/s")
         return
+    if args.json:
+        open(args.json, "a").close()  # can it be written? better now than after the measurement
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # which tidies up
     problem = fetch(args.dataset, args.data_dir)  # once, before anything is measured
     args.dataset = load_datasets(args.dataset, args.data_dir, problem)[0].dataset
     processes = args.processes or gpus or os.cpu_count()

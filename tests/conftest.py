@@ -111,7 +111,7 @@ def finish(job, timeout=60):
     except subprocess.TimeoutExpired:
         os.killpg(job.pid, signal.SIGKILL)  # a launcher leaves its workers behind
         raise
-    return re.sub(r"^\[Gloo\] Rank .*\n", "", out, flags=re.M), errors
+    return re.sub(r"\[Gloo\] Rank \d+ is connected to .* ranks is : \d+\n*", "", out), errors
 
 
 def run_ddp(processes, *options, **kwargs):

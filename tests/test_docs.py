@@ -534,6 +534,12 @@ def folder_in_use(mnist, tmp_path):
     return found
 
 
+def lone_model(mnist, tmp_path):
+    (tmp_path / "model.pth").touch()
+    options = ["--data-dir", mnist, "--output-dir", tmp_path, "--resume"]
+    return run("single_gpu_train.py", *options, code=1).stderr
+
+
 def other_options(mnist, tmp_path):
     """Two nodes, started with different options."""
     port, jobs = free_port(), []
@@ -557,10 +563,11 @@ MESSAGES = {  # how to produce the message that begins so
     "error: GLOO": alone(GLOO_SOCKET_IFNAME="nothing0"),
     "Missing key": without_module,
     "unable to allocate": no_shared_memory,
-    "error: … exists": single(),
+    "error: … exists: go": single(),
     "error: another run": folder_in_use,
     "error: … is … on rank 1": other_options,
     "SignalException": hangup,
+    "error: … exists, but": lone_model,
     "error: … is cut off": single(damage=True, again=["--resume"]),
     "error: … was made": single(again=["--resume", "--lr", "0.2"]),
     "error: the loss is nan": single("--lr", "1000", "--epochs", "5"),

@@ -478,6 +478,8 @@ def test_a_file_of_the_user_in_the_output_folder_stays(mnist, tmp_path):
 
 def test_a_model_without_its_checkpoint_is_not_overwritten(mnist, tmp_path):
     (tmp_path / "model.pth").write_text("precious")
-    done = run("single_gpu_train.py", *training(mnist, tmp_path, "--epochs", "1"), code=1)
-    line = f"error: {tmp_path / 'model.pth'} exists: use another --output-dir\n"
-    assert done.stderr == line and (tmp_path / "model.pth").read_text() == "precious"
+    line = f"error: {tmp_path / 'model.pth'} exists, but no checkpoint: use another --output-dir\n"
+    for resume in ((), ("--resume",)):
+        options = training(mnist, tmp_path, "--epochs", "1", *resume)
+        assert run("single_gpu_train.py", *options, code=1).stderr == line
+    assert (tmp_path / "model.pth").read_text() == "precious"
