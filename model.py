@@ -175,8 +175,11 @@ def open_output(args, script, options, net):
         stop(f"cannot write to {path.parent}: {error}; see --output-dir")
     lock_folder(path.parent.resolve())
     if not path.exists():
-        if path.with_name("model.pth").exists():
-            stop(f"{path.with_name('model.pth')} exists, but no checkpoint: {advice}")
+        model = path.with_name("model.pth")
+        if model.exists() and not args.resume:
+            stop(f"{model} exists, but no checkpoint: {advice}, or start anew with --resume")
+        if model.exists():
+            os.replace(model, f"{model}.old")  # not ours to lose: its checkpoint may be elsewhere
         return path.parent, None
     if not args.resume:
         stop(f"{path} exists: go on from it with --resume, or {advice}")

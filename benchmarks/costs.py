@@ -8,7 +8,7 @@
 - memory: private memory of a DDP process at its peak, beside one that has only imported torch.
 - growth: an epoch of 1, 2 and 4 times the data; of 1, 2 and 4 processes with one global batch.
 - accuracy: from the start of the command to the end of the first epoch with 99 % or more on the
-  test images, beside the recipe that most tutorials use (two 3 x 3 convolutions of 32 and 64
+  test images, beside a recipe common in tutorials (two 3 x 3 convolutions of 32 and 64
   channels, dropout, Adadelta, images one by one through PIL), also to its first such epoch.
 
 MNIST is needed, as synthetic digits are not what 99 % is about.

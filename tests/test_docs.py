@@ -536,7 +536,7 @@ def folder_in_use(mnist, tmp_path):
 
 def lone_model(mnist, tmp_path):
     (tmp_path / "model.pth").touch()
-    options = ["--data-dir", mnist, "--output-dir", tmp_path, "--resume"]
+    options = ["--data-dir", mnist, "--output-dir", tmp_path]
     return run("single_gpu_train.py", *options, code=1).stderr
 
 

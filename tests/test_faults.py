@@ -478,8 +478,16 @@ def test_a_file_of_the_user_in_the_output_folder_stays(mnist, tmp_path):
 
 def test_a_model_without_its_checkpoint_is_not_overwritten(mnist, tmp_path):
     (tmp_path / "model.pth").write_text("precious")
-    line = f"error: {tmp_path / 'model.pth'} exists, but no checkpoint: use another --output-dir\n"
-    for resume in ((), ("--resume",)):
-        options = training(mnist, tmp_path, "--epochs", "1", *resume)
-        assert run("single_gpu_train.py", *options, code=1).stderr == line
+    options = training(mnist, tmp_path, "--epochs", "1")
+    error = run("single_gpu_train.py", *options, code=1).stderr
+    assert error.startswith(f"error: {tmp_path / 'model.pth'} exists, but no checkpoint: ")
     assert (tmp_path / "model.pth").read_text() == "precious"
+    run("single_gpu_train.py", *options, "--resume")
+    assert weights(tmp_path) and (tmp_path / "model.pth.old").read_text() == "precious"
+
+
+def test_a_rank_started_by_hand_says_what_is_wrong_with_its_options():
+    """Under a launcher local rank 0 says it for all; here that one may have other options."""
+    here = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    done = run("ddp_train.py", "--epochs", 0, code=1, MASTER_PORT="29555", **here)
+    assert done.stderr.count("--epochs must be from 1") == 1
