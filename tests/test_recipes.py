@@ -6,6 +6,7 @@ context of the diffs anew; where a changed line itself is another now, it names 
 
 import difflib
 import os
+import platform
 import re
 import shutil
 import signal
@@ -266,6 +267,30 @@ def test_resume_is_that_of_the_plain_script(name, mnist, tmp_path):
 
 
 # ------------------------------------------------------------- recipes that change something
+
+
+@needs_patch
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the recipe is for Linux on x86")
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_gradients_in_shared_memory(processes, tmp_path):
+    """61 images and batches of 12: in the last step there is one image, so ranks without any."""
+    data_dir = write_mnist(tmp_path / "data", 61, 11)
+    options = ("--data-dir", data_dir, "--epochs", 2, "--lr", SMALL_LR, "--device", "cpu")
+    run("single_gpu_train.py", *options, "--batch-size", 12, "--output-dir", tmp_path / "plain")
+    script = changed("shared", tmp_path / "patched")
+    own = ("--batch-size", 12 // processes, "--output-dir", tmp_path / "out")
+    run(*launch_command(processes), script, *options, *own, timeout=200, cwd=script.parent)
+    assert distance(weights(tmp_path / "plain"), weights(tmp_path / "out")) < 1e-5
+    assert not list(Path("/dev/shm").glob("gradients-*"))
+
+
+@needs_patch
+@pytest.mark.slow
+def test_gradients_in_shared_memory_refuse_what_they_cannot_do(mnist, tmp_path):
+    script = changed("shared", tmp_path / "patched")
+    done = run(sys.executable, script, "--data-dir", mnist, "--device", "cpu", code=1)
+    assert done.stderr.count("error:") == 1 and "one Linux machine" in done.stderr
 
 
 @needs_patch
