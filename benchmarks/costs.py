@@ -41,13 +41,12 @@ WANTED = 99.0  # percent
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description="Start-up, memory, growth and time to 99 %; see the docstring.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     option = parser.add_argument
-    option("--rounds", type=int, default=5, help="times that each of the compared things runs")
-    option("--data-dir", default="data", help="folder of the data sets")
-    option("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="what to measure")
+    option("--rounds", type=int, default=5, help="times that each runs (default: 5)")
+    option("--data-dir", default="data", help="folder of MNIST (default: data)")
+    option("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
     option("--textbook", action="store_true", help=argparse.SUPPRESS)  # a contender's run
     args = parser.parse_args()
     if args.rounds < 1:
@@ -133,7 +132,7 @@ def start(args, scratch):
         }
         figures = in_turn(args, contenders)
         print(
-            f"- {script}, {max(processes, 1)} processes, start to exit less the training steps: "
+            f"- {script}{' on 2 processes' * bool(processes)}, start to exit less training: "
             f"{spread(figures['as it is'])} s, with all imports first "
             f"{spread(figures['all imports first'])} s, "
             f"ratio {ratio(figures, 'as it is', 'all imports first')}"
@@ -322,6 +321,8 @@ def main():
     if args.textbook:
         return textbook(args.data_dir)
     problem = fetch("mnist", args.data_dir)  # once, before anything is measured
+    if problem:
+        raise SystemExit(f"error: no MNIST: {problem}; see --data-dir")
     args.images = len(load_datasets("mnist", args.data_dir, problem)[0])
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # which tidies up
     print(f"{machine()}; n = {args.rounds}\n", flush=True)

@@ -10,6 +10,7 @@ result is a Markdown table on stdout, and with --json all figures in a file.
 - conventional loop: torchvision's MNIST with ToTensor and Normalize in a plain DataLoader.
 - copies: independent single_gpu_train.py runs at the same time, the ceiling for DDP.
 - weak scaling: the batch per process is fixed; strong scaling: the global batch is.
+- --also SCRIPT: a changed ddp_train.py (say, with a recipe), measured in turn with the others.
 
 The variables that keep glibc from giving memory back after each step (MALLOC_TRIM_THRESHOLD_ and
 MALLOC_MMAP_THRESHOLD_) are set for all: without them a loop is up to 1.6 times slower or not, by
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,17 +46,17 @@ KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_":
 
 def parse_args():
     parser = argparse.ArgumentParser(
-        description="Training throughput of the scripts; see the docstring.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     option = parser.add_argument
-    option("--rounds", type=int, default=5, help="times that each contender runs")
-    option("--batch-size", type=int, default=64, help="images per step and process")
-    option("--processes", type=int, help="most DDP processes (%(default)s: GPUs, or cores)")
+    option("--rounds", type=int, default=5, help="times that each contender runs (default: 5)")
+    option("--batch-size", type=int, default=64, help="images per step and process (default: 64)")
+    option("--processes", type=int, help="most DDP processes (default: GPUs, or cores)")
+    option("--also", action="append", default=[], metavar="SCRIPT", help="a changed ddp_train.py")
     option(
         "--dataset", choices=["auto", "mnist", "synthetic"], default="auto", help="as the scripts"
     )
-    option("--data-dir", default="data", help="folder of the data sets")
+    option("--data-dir", default="data", help="folder of the data sets (default: data)")
     option("--device", choices=["auto", "cpu", "cuda"], default="auto", help="as the scripts")
     option("--json", help="file for all figures")
     option("--loop", choices=["bare", "conventional"], help=argparse.SUPPRESS)  # a contender's run
@@ -62,6 +64,10 @@ def parse_args():
     for name in ("rounds", "batch_size", "processes"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    args.also = [str(Path(script).resolve()) for script in args.also]
+    for script in args.also:
+        if not Path(script).is_file():
+            parser.error(f"--also: there is no file {script}")
     return args
 
 
@@ -153,6 +159,9 @@ def contenders(args, processes, gpus, scratch):
         port = f"--master_port={free_port()}"
         return ["-m", "torch.distributed.run", f"--nproc_per_node={count}", port]
 
+    def ddp(name, batch, count):
+        return [script(name, batch, launcher(count))]
+
     plain = [{}]
     # Where a command is made anew for each round, so is its output folder and its port.
     found = {
@@ -172,17 +181,16 @@ def contenders(args, processes, gpus, scratch):
                 lambda count=count: [script(SINGLE, args.batch_size) for _ in range(count)],
                 visible,
             )
-        found[f"{DDP}, weak scaling, {count}"] = (
-            count,
-            lambda count=count: [script(DDP, args.batch_size, launcher(count))],
-            plain,
-        )
-        if count > 1 and args.batch_size % count == 0:
-            found[f"{DDP}, strong scaling, {count}"] = (
-                count,
-                lambda count=count: [script(DDP, args.batch_size // count, launcher(count))],
-                plain,
-            )
+        for name in (DDP, *args.also):
+            scaling = {"weak": args.batch_size}
+            if count > 1 and args.batch_size % count == 0:
+                scaling["strong"] = args.batch_size // count
+            for kind, batch in scaling.items():
+                found[f"{name}, {kind} scaling, {count}"] = (
+                    count,
+                    partial(ddp, name, batch, count),
+                    plain,
+                )
     return found
 
 
@@ -229,8 +237,11 @@ def ratios(figures):
     pairs = [(SINGLE, "bare loop"), (SINGLE, "conventional loop")]
     for name in figures:
         count = name.rpartition(" ")[2]
-        if name.startswith(f"{DDP}, weak") and f"copies x {count}" in figures:
+        if ", weak scaling, " in name and f"copies x {count}" in figures:
             pairs.append((name, f"copies x {count}"))
+        plain = re.sub(r"^.*(?=, \w+ scaling, )", DDP, name)
+        if plain != name:  # of --also
+            pairs.append((name, plain))
     found = []
     for one, other in pairs:
         if one in figures and other in figures:
@@ -286,9 +297,7 @@ def main():
     if args.dataset != "mnist":
         print("- not measured: the conventional loop, which needs MNIST")
     if gpus < 2:
-        print(
-            f"- not measured: DataParallel over GPUs ({gpus} here: it only calls the network)"
-        )
+        print(f"- not measured: DataParallel over GPUs ({gpus} here: it only calls the network)")
     if args.json:
         content = {"about": about, "images_per_second": figures, "ratios": ratios(figures)}
         Path(args.json).write_text(json.dumps(content, indent=1) + "\n")

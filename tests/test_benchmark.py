@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -32,6 +33,15 @@ def test_ratios_are_paired_by_round():
     assert ratios["ddp_train.py, weak scaling, 2 / copies x 2"] == [0.75, 0.7, 0.8]
 
 
+def test_a_changed_script_is_compared_with_ours():
+    own = {"/own/ddp_train.py, weak scaling, 2": [180.0, 160.0, 175.0]}
+    ratios = {what: figures for what, *figures in throughput.ratios({**FIGURES, **own})}
+    name = next(iter(own))
+    assert ratios[f"{name} / copies x 2"] == [0.875, 0.8, 0.9]
+    assert ratios[f"{name} / ddp_train.py, weak scaling, 2"] == [1.2, 1, 1.25]
+    assert len(ratios) == 4  # with the two of ours, as FIGURES has no conventional loop
+
+
 def test_table():
     lines = throughput.table(throughput.summarise(FIGURES, PROCESSES)).splitlines()
     assert lines[0].count("|") == lines[1].count("|") == lines[-1].count("|")
@@ -39,13 +49,18 @@ def test_table():
 
 
 @pytest.mark.slow
-def test_the_whole_benchmark(mnist, tmp_path):
+def test_the_whole_benchmark(mnist, tmp_path, tmp_path_factory):
+    changed = tmp_path_factory.mktemp("changed") / "ddp_train.py"
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, changed.parent)
     script = ROOT / "benchmarks" / "throughput.py"
     command = (sys.executable, script, "--rounds", 2, "--data-dir", mnist, "--processes", 2,
-               "--device", "cpu", "--json", tmp_path / "result.json")  # fmt: skip
+               "--device", "cpu", "--also", changed,
+               "--json", tmp_path / "result.json")  # fmt: skip
     done = run(*command, timeout=300, cwd=tmp_path)
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + 8 and "conventional loop" in done.stdout and "n = 2" in done.stdout
+    assert len(rows) == 2 + 8 + 3 and f"{changed}, strong scaling, 2" in done.stdout
+    assert "conventional loop" in done.stdout and "n = 2" in done.stdout
     assert "not measured" in done.stdout
     result = json.loads((tmp_path / "result.json").read_text())
     assert all(len(rates) == 2 for rates in result["images_per_second"].values())

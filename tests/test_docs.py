@@ -1,6 +1,6 @@
 """The READMEs cannot go stale: what they show is compared, parsed or run.
 
-    python tests/test_docs.py --update  # writes today's diffs between the scripts into them
+python tests/test_docs.py --update  # writes today's diffs between the scripts into them
 """
 
 import ast
@@ -357,7 +357,8 @@ def test_options_in_the_text_exist(name):
     with redirect_stdout(text), pytest.raises(SystemExit):
         launch.parse_args(["--help"])
     known = text.getvalue().replace("-", "_")
-    known += "".join((ROOT / script).read_text().replace("-", "_") for script in SCRIPTS)
+    files = [*(ROOT / script for script in SCRIPTS), *ROOT.glob("benchmarks/*.py")]
+    known += "".join(path.read_text("utf-8").replace("-", "_") for path in files)
     known += "__help --logdir __shm_size __ipc __logdir"  # argparse's, TensorBoard's, Docker's
     for code in code_in(without_blocks(read(name))):
         for option in re.findall(r"(?:^|… )(--[a-z_-]+)", code):
@@ -484,9 +485,9 @@ def single(*options, damage=False, again=()):
 
 
 def ddp(*options, **env):
-    return lambda mnist, tmp_path: run(
-        *launch_command(2), ROOT / "ddp_train.py", *options, code=None, **env
-    ).stderr
+    return lambda mnist, tmp_path: (
+        run(*launch_command(2), ROOT / "ddp_train.py", *options, code=None, **env).stderr
+    )
 
 
 def alone(**env):

@@ -24,6 +24,7 @@ from conftest import (
     launch_command,
     run,
     run_ddp,
+    start,
     weights,
     write_mnist,
 )
@@ -283,6 +284,28 @@ def test_gradients_in_shared_memory(processes, tmp_path):
     run(*launch_command(processes), script, *options, *own, timeout=200, cwd=script.parent)
     assert distance(weights(tmp_path / "plain"), weights(tmp_path / "out")) < 1e-5
     assert not list(Path("/dev/shm").glob("gradients-*"))
+
+
+@needs_patch
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the recipe is for Linux on x86")
+def test_gradients_in_shared_memory_end_with_the_launcher(tmp_path):
+    """Killed, it cannot end the rank that waits for a dead one any more."""
+    data_dir = write_mnist(tmp_path / "data", 2001, 11)
+    script = changed("shared", tmp_path / "patched")
+    options = ("--epochs", 100000, "--batch-size", 2, "--device", "cpu", "--log-interval", 10)
+    own = ("--data-dir", data_dir, "--output-dir", tmp_path / "out")
+    job = start([*launch_command(2), script, *options, *own], cwd=script.parent)
+    next(line for line in job.stdout if line.startswith("epoch 1/100000 step 50/"))
+    ranks = children(job.pid)
+    os.kill(job.pid, signal.SIGKILL)
+    os.kill(ranks[1], signal.SIGKILL)
+    try:
+        errors = job.communicate(timeout=30)[1]  # which waits for rank 0, as it has the pipes
+    finally:
+        if Path(f"/proc/{ranks[0]}").exists():
+            os.kill(ranks[0], signal.SIGKILL)
+    assert "the launcher is gone" in errors
 
 
 @needs_patch
