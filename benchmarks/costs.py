@@ -327,6 +327,7 @@ def main():
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # which tidies up
     print(f"{machine()}; n = {args.rounds}\n", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
+        os.environ["TMPDIR"] = scratch  # the launcher leaves a folder there in each run
         for name in args.only:
             PARTS[name](args, scratch)
 

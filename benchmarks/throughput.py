@@ -129,7 +129,7 @@ def run(commands, environment):
             out, errors = job.communicate()
             found = re.findall(r"([\d.]+) images/s", out)
             if job.returncode or not found:
-                raise SystemExit(f"error: {' '.join(job.args)} failed:\n{out}{errors}")
+                raise SystemExit(f"error: {' '.join(job.args)} failed, or gave no images/s:\n{out}{errors}")
             rates.append(float(found[-1]))
     finally:
         for job in jobs:
@@ -279,6 +279,7 @@ def main():
     processes = args.processes or gpus or os.cpu_count()
     figures = {}
     with tempfile.TemporaryDirectory() as scratch:
+        os.environ["TMPDIR"] = scratch  # the launcher leaves a folder there in each run
         todo = contenders(args, processes, gpus, scratch)
         for number in range(args.rounds):
             for name, (_, commands, environment) in todo.items():
