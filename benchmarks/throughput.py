@@ -129,7 +129,8 @@ def run(commands, environment):
             out, errors = job.communicate()
             found = re.findall(r"([\d.]+) images/s", out)
             if job.returncode or not found:
-                raise SystemExit(f"error: {' '.join(job.args)} failed, or gave no images/s:\n{out}{errors}")
+                words = " ".join(job.args)
+                raise SystemExit(f"error: {words} failed or gave no images/s:\n{out}{errors}")
             rates.append(float(found[-1]))
     finally:
         for job in jobs:
