@@ -57,7 +57,7 @@ def test_the_whole_benchmark(mnist, tmp_path, tmp_path_factory):
     command = (sys.executable, script, "--rounds", 2, "--data-dir", mnist, "--processes", 2,
                "--device", "cpu", "--also", changed,
                "--json", tmp_path / "result.json")  # fmt: skip
-    done = run(*command, timeout=300, cwd=tmp_path)
+    done = run(*command, timeout=300, cwd=tmp_path, TMPDIR=str(tmp_path))
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 8 + 3 and f"{changed}, strong scaling, 2" in done.stdout
     assert "conventional loop" in done.stdout and "n = 2" in done.stdout
@@ -73,7 +73,7 @@ def test_what_costs_beside_the_steps(mnist, tmp_path):
     script = ROOT / "benchmarks" / "costs.py"
     parts = ("--only", "start", "memory", "growth")
     done = run(sys.executable, script, "--rounds", 1, "--data-dir", mnist, *parts, timeout=300,
-               cwd=tmp_path)  # fmt: skip
+               cwd=tmp_path, TMPDIR=str(tmp_path))  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("- ")]
     figures = [re.findall(r"([\d.]+) \(([\d.]+)–([\d.]+)\)", line) for line in lines]
     assert len(lines) == 7 and all(figures), done.stdout
@@ -81,6 +81,25 @@ def test_what_costs_beside_the_steps(mnist, tmp_path):
         assert float(least) <= float(middle) <= float(most)
     assert re.search("import torch$", lines[2]) and "4 x the data" in lines[4]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("benchmark", [costs, throughput])
+def test_help_is_the_docstring(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--help"])
+    with pytest.raises(SystemExit):
+        benchmark.parse_args()
+    assert benchmark.__doc__.strip() in capsys.readouterr().out
+
+
+def test_bad_input_is_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["throughput", "--also", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        throughput.parse_args()
+    assert f"--also: there is no file {tmp_path}" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["costs", "--data-dir", str(tmp_path)])
+    monkeypatch.setattr(costs, "fetch", lambda *place: "not there")
+    with pytest.raises(SystemExit, match="^error: no MNIST: not there; see --data-dir$"):
+        costs.main()
 
 
 def test_spread_and_ratio():

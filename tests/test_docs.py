@@ -1,6 +1,6 @@
 """The READMEs cannot go stale: what they show is compared, parsed or run.
 
-python tests/test_docs.py --update  # writes today's diffs between the scripts into them
+    python tests/test_docs.py --update  # writes today's diffs between the scripts into them
 """
 
 import ast
@@ -485,9 +485,9 @@ def single(*options, damage=False, again=()):
 
 
 def ddp(*options, **env):
-    return lambda mnist, tmp_path: (
-        run(*launch_command(2), ROOT / "ddp_train.py", *options, code=None, **env).stderr
-    )
+    return lambda mnist, tmp_path: run(
+        *launch_command(2), ROOT / "ddp_train.py", *options, code=None, **env
+    ).stderr
 
 
 def alone(**env):

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,9 @@ SCRIPT = {"fp16_dp": "data_parallel_train.py"}  # all others are for ddp_train.p
 SINCE = {"fp16": (2, 3), "fp16_dp": (2, 3), "compile": (2, 1), "fsdp": (2, 6)}
 TRAINING = ("--epochs", 2, "--lr", 0.01, "--batch-size", 24, "--log-interval", 7)
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+needs_x86 = pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="needs Linux on x86"
+)
 needs_patch = pytest.mark.skipif(not shutil.which("patch"), reason="the program patch is not here")
 
 
@@ -267,12 +271,9 @@ def test_resume_is_that_of_the_plain_script(name, mnist, tmp_path):
     assert distance(weights(tmp_path / "plain"), weights(tmp_path / "out")) < 1e-5
 
 
-# ------------------------------------------------------------- recipes that change something
-
-
 @needs_patch
 @pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the recipe is for Linux on x86")
+@needs_x86
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_gradients_in_shared_memory(processes, tmp_path):
     """61 images and batches of 12: in the last step there is one image, so ranks without any."""
@@ -288,7 +289,7 @@ def test_gradients_in_shared_memory(processes, tmp_path):
 
 @needs_patch
 @pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the recipe is for Linux on x86")
+@needs_x86
 def test_gradients_in_shared_memory_end_with_the_launcher(tmp_path):
     """Killed, it cannot end the rank that waits for a dead one any more."""
     data_dir = write_mnist(tmp_path / "data", 2001, 11)
@@ -296,8 +297,10 @@ def test_gradients_in_shared_memory_end_with_the_launcher(tmp_path):
     options = ("--epochs", 100000, "--batch-size", 2, "--device", "cpu", "--log-interval", 10)
     own = ("--data-dir", data_dir, "--output-dir", tmp_path / "out")
     job = start([*launch_command(2), script, *options, *own], cwd=script.parent)
-    next(line for line in job.stdout if line.startswith("epoch 1/100000 step 50/"))
-    ranks = children(job.pid)
+    watchdog = threading.Timer(60, job.kill)  # where no line comes
+    watchdog.start()
+    ranks = next(children(job.pid) for line in job.stdout if " step 50/" in line)
+    watchdog.cancel()
     os.kill(job.pid, signal.SIGKILL)
     os.kill(ranks[1], signal.SIGKILL)
     try:
@@ -314,6 +317,9 @@ def test_gradients_in_shared_memory_refuse_what_they_cannot_do(mnist, tmp_path):
     script = changed("shared", tmp_path / "patched")
     done = run(sys.executable, script, "--data-dir", mnist, "--device", "cpu", code=1)
     assert done.stderr.count("error:") == 1 and "one Linux machine" in done.stderr
+
+
+# ------------------------------------------------------------- recipes that change something
 
 
 @needs_patch
@@ -347,8 +353,6 @@ def test_fp16_under_data_parallel_runs(mnist, tmp_path):
 
 def test_threads_do_not_inherit_the_type_of_autocast():
     """Why autocast belongs inside forward under DataParallel, which calls it in threads."""
-    import threading
-
     product = []
 
     def multiply():
