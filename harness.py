@@ -3,7 +3,6 @@ import argparse
 import builtins
 import ctypes
 import functools
-import io
 import math
 import os
 import signal
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 LONGEST_WAIT = timedelta(hours=1)  # of one rank for another, which may be downloading
 TASKS = "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"
@@ -278,13 +278,11 @@ def load(checkpoint, net, optimizer):
 
 def save(folder, weights, optimizer, epoch, epochs, options):
     """Write model.pth (the weights) and checkpoint.pth after this epoch. May raise Problem."""
-    memory = io.BytesIO()
-    torch.save(optimizer.state_dict(), memory)
-    memory.seek(0)
-    on_cpu = torch.load(memory, map_location="cpu", weights_only=False)
+    state = tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value,
+                     optimizer.state_dict())
     save_file(weights, folder / "model.pth")
-    save_file({"model": weights, "optimizer": on_cpu, "epoch": epoch, "epochs": epochs,
-               "options": options}, folder / "checkpoint.pth")
+    save_file(dict(model=weights, optimizer=state, epoch=epoch, epochs=epochs, options=options),
+              folder / "checkpoint.pth")
     if epoch == epochs:
         print(f"the model is in {folder / 'model.pth'}", flush=True)
 
@@ -314,14 +312,13 @@ class Log:
     """
 
     def __init__(self, folder, start, args, device, train_set, test_set, steps):
-        self.epochs, self.steps = args.epochs, steps
-        self.images, self.name = len(train_set), train_set.name
-        self.batch = args.batch_size * world["size"]
+        size, self.name, self.images = world["size"], train_set.name, len(train_set)
+        self.epochs, self.steps, self.batch = args.epochs, steps, args.batch_size * size
         if world["rank"] == 0:
             backend = dist.get_backend() if dist.is_initialized() else "none"
-            print(f"{Path(sys.argv[0]).name}: device {device}, backend {backend}, world size "
-                  f"{world['size']}, {self.name} ({self.images} + {len(test_set)} images), lr "
-                  f"{args.lr}, global batch {self.batch} = {args.batch_size} x {world['size']}\n"
+            print(f"{Path(sys.argv[0]).name}: device {device}, backend {backend}, world size {size}"
+                  f", {self.name} ({self.images} + {len(test_set)} images), lr {args.lr}, "
+                  f"global batch {self.batch} = {args.batch_size} x {size}\n"
                   f"the results go to {folder}", flush=True)
             self.writer = open_writer(folder, start * self.images + 1)
 
@@ -329,25 +326,26 @@ class Log:
         """The mean loss of the last `steps` steps, which began at this time.perf_counter()."""
         rate = steps * self.batch / (time.perf_counter() - began)
         left = ((self.epochs - epoch) * self.steps - step) * self.batch / rate
-        self.write(epoch, f"step {step}/{self.steps} loss {loss:.4f} {rate:.0f} images/s "
-                   f"{left:.0f} s left", epoch * self.images + step * self.batch,
-                   {"train/loss": loss, "train/lr": scheduler.get_last_lr()[0],
-                    "train/images_per_second": rate})
+        line = f"step {step}/{self.steps} loss {loss:.4f} {rate:.0f} images/s {left:.0f} s left"
+        self.write("train", epoch, epoch * self.images + step * self.batch, line, loss=loss,
+                   lr=scheduler.get_last_lr()[0], images_per_second=rate)
 
     def test(self, epoch, loss, correct, count):
         """The mean loss and the number of correct predictions of `count` images."""
-        self.write(epoch, f"{self.name}: test loss {loss:.4f}  accuracy {100 * correct / count:.2f}"
-                   f" % ({correct:.0f}/{count:.0f})", (epoch + 1) * self.images,
-                   {"test/loss": loss, "test/accuracy": correct / count})
+        line = (f"{self.name}: test loss {loss:.4f}  accuracy {100 * correct / count:.2f} % "
+                f"({correct:.0f}/{count:.0f})")
+        self.write("test", epoch, (epoch + 1) * self.images, line, loss=loss,
+                   accuracy=correct / count)
 
-    def write(self, epoch, line, seen, curves):
-        """Print the line and add {tag: value} to the curves, of which the first is a loss."""
-        loss = next(iter(curves.values()))
-        if not math.isfinite(loss):
-            raise Problem(f"the loss is {loss} in epoch {epoch + 1}: try a smaller --lr")
+    def write(self, part, epoch, seen, line, **curves):
+        """Print the line and add the values to the curves."""
+        if not math.isfinite(curves["loss"]):
+            raise Problem(f"the loss is {curves['loss']} in epoch {epoch + 1}: try a smaller --lr")
         print(f"epoch {epoch + 1}/{self.epochs} {line}", flush=True)
-        for tag, value in curves.items() if self.writer else ():
-            self.writer.add_scalar(tag, value, seen)
+        if self.writer:
+            for name, value in curves.items():
+                self.writer.add_scalar(f"{part}/{name}", value, seen)
+            self.writer.flush()
 
 
 def open_writer(folder, first):
@@ -359,8 +357,6 @@ def open_writer(folder, first):
     try:
         from torch.utils.tensorboard import SummaryWriter  # slow, and may be missing
         writer = SummaryWriter(folder, purge_step=first if resumed else None)
-    except OSError:
-        raise
     except Exception as error:  # whatever an import can raise
         return print(f"warning: no curves, as TensorBoard cannot be used: {error!r}", flush=True)
     at_the_end.callback(writer.close)
