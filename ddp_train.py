@@ -21,10 +21,10 @@ from model import Net
 
 def parse_args(argv=None):
     parser = harness.ArgumentParser(description=__doc__)
-    option, count = parser.add_argument, harness.above(0, int)
+    option, count, real = parser.add_argument, harness.above(0, int), harness.above(0, float)
     option("--epochs", type=count, default=3, help="passes over the training images (%(default)s)")
     option("--batch-size", type=count, default=64, help="images per step and process (%(default)s)")
-    option("--lr", type=harness.above(0, float), default=0.1, help="peak of the rate (%(default)s)")
+    option("--lr", type=real, default=0.05, help="peak of the one-cycle learning rate (%(default)s)")
     option("--seed", type=harness.above(-1, int), default=42, help="of all random numbers")
     option("--dataset", choices=["auto", "mnist", "synthetic"], default="auto",
            help="auto: MNIST if it is there or can be downloaded, else synthetic digits")
