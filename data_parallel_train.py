@@ -24,14 +24,14 @@ def parse_args(argv=None):
     option, count, real = parser.add_argument, harness.above(0, int), harness.above(0, float)
     option("--epochs", type=count, default=3, help="passes over the training images (%(default)s)")
     option("--batch-size", type=count, default=64, help="images per step (%(default)s)")
-    option("--lr", type=real, default=0.05, help="peak of the one-cycle learning rate (%(default)s)")
-    option("--seed", type=harness.above(-1, int), default=42, help="of all random numbers")
+    option("--lr", type=real, default=0.05, help="peak of the one-cycle rate (%(default)s)")
+    option("--seed", type=harness.above(-1, int), default=42, help="of all random numbers (%(default)s)")
     option("--dataset", choices=["auto", "mnist", "synthetic"], default="auto",
            help="auto: MNIST if it is there or can be downloaded, else synthetic digits")
     option("--data-dir", type=os.path.expanduser, default="data", help="folder of the data sets")
-    option("--output-dir", type=os.path.expanduser, help="of the results (a new one in runs)")
+    option("--output-dir", type=os.path.expanduser, help="of the results (a new folder in runs)")
     option("--resume", action="store_true", help="continue from the checkpoint in --output-dir")
-    option("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="to train on")
+    option("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="(%(default)s)")
     option("--log-interval", type=count, default=50, help="steps between log lines (%(default)s)")
     return parser.parse_args(argv)
 
