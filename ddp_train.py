@@ -25,7 +25,7 @@ def parse_args(argv=None):
     option("--epochs", type=count, default=3, help="passes over the training images (%(default)s)")
     option("--batch-size", type=count, default=64, help="images per step and process (%(default)s)")
     option("--lr", type=real, default=0.05, help="peak of the one-cycle rate (%(default)s)")
-    option("--seed", type=harness.above(-1, int), default=42, help="of all randomness (%(default)s)")
+    option("--seed", type=harness.above(-1, int), default=42, help="random seed (%(default)s)")
     option("--dataset", choices=["auto", "mnist", "synthetic"], default="auto",
            help="auto: MNIST if it is there or can be downloaded, else synthetic digits")
     option("--data-dir", type=os.path.expanduser, default="data", help="folder of the data sets")
