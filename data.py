@@ -1,8 +1,6 @@
-"""MNIST, or digits drawn by the program where it cannot be had.
+"""MNIST, or synthetic digits where it cannot be had. Importing it touches neither disk nor network.
 
-    from data import train_dataset, test_dataset
-
-Importing this module touches neither disk nor network: the data is fetched and read at first use.
+    from data import train_dataset, test_dataset  # fetched and read at first use
 """
 import gzip
 import os

@@ -112,11 +112,10 @@ def main(argv=None):
             loss.backward()
             optimizer.step()
             scheduler.step()
-            losses.append(loss.detach())
+            losses.append(loss.detach())  # no .item() here: it would wait for the GPU in each step
             if step % args.log_interval == 0 or step == steps:
                 loss = torch.stack(losses).mean() / world_size
                 dist.all_reduce(loss)  # the mean over all ranks
-                # .item() waits for the GPU: only here, and not in every step.
                 if rank == 0:
                     log.train(epoch, step, loss.item(), scheduler, len(losses), began)
                 losses, began = [], time.perf_counter()

@@ -96,10 +96,9 @@ def main(argv=None):
             loss.backward()
             optimizer.step()
             scheduler.step()
-            losses.append(loss.detach())
+            losses.append(loss.detach())  # no .item() here: it would wait for the GPU in each step
             if step % args.log_interval == 0 or step == steps:
                 loss = torch.stack(losses).mean()
-                # .item() waits for the GPU: only here, and not in every step.
                 log.train(epoch, step, loss.item(), scheduler, len(losses), began)
                 losses, began = [], time.perf_counter()
 
