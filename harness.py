@@ -158,7 +158,8 @@ def join_group(backend):
                           "--device is needed on all")
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LONGEST_WAIT)
     at_the_end.push(leave_group)
-    world["objects"] = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+    # Both are kept: to release a group of gloo, when its peers have left, can hang (PyTorch 2.0).
+    world.update(all=dist.group.WORLD, objects=dist.new_group(backend="gloo", timeout=LONGEST_WAIT))
     signal.signal(signal.SIGINT, handler)
 
 
