@@ -201,15 +201,15 @@ def open_folder(args, script, options, steps):
     """
     if args.resume and not args.output_dir:
         raise Problem("--resume needs the --output-dir of the run to resume")
-    if steps == 0:
-        raise Problem(f"{options['images']} training images are less than one global batch of "
-                      f"{args.batch_size * world['size']}: use a smaller --batch-size")
     same = dict(options, epochs=args.epochs, batch_size=args.batch_size, resume=args.resume)
     for name, value in of_rank_0(same).items():
         if same[name] != value:
             raise Problem(f"{name} is {same[name]} on rank {world['rank']}, but {value} on rank 0")
-    new = f"runs/{datetime.now():%Y%m%d-%H%M%S-%f}_{Path(script).stem}"
-    folder, checkpoint = Path(args.output_dir or of_rank_0(new)), None
+    if steps == 0:
+        raise Problem(f"{options['images']} training images are less than one global batch of "
+                      f"{args.batch_size * world['size']}: use a smaller --batch-size")
+    new = of_rank_0(f"runs/{datetime.now():%Y%m%d-%H%M%S-%f}_{Path(script).stem}")
+    folder, checkpoint = Path(args.output_dir or new), None
     path = folder / "checkpoint.pth"
     if world["rank"] == 0:
         lock(folder)

@@ -1,4 +1,4 @@
-"""What the tests share: small data sets in MNIST's format, and ways to run the scripts."""
+"""What the tests share: a small MNIST, one way to train, and what a training leaves behind."""
 
 import importlib
 import os
@@ -16,13 +16,11 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from data import FILES, write_idx
-
 SCRIPTS = ("single_gpu_train.py", "data_parallel_train.py", "ddp_train.py")
+STRATEGIES = {"single": SCRIPTS[0], "data_parallel": SCRIPTS[1], "ddp": SCRIPTS[2]}
+FAULTY = Path(__file__).parent / "faulty.py"
 EPOCH_LINE = re.compile(
-    r"^epoch (\d+)/\d+ (\w+): test loss (\S+)  accuracy (\S+) % "
-    r"\((\d+)/(\d+)\)$",
-    re.M,
+    r"^epoch (\d+)/\d+ (\w+): test loss (\S+)  accuracy (\S+) % \((\d+)/(\d+)\)$", re.M
 )
 
 # Where two runs sum in another order, the last bit of a weight differs, and that can tip a ReLU or
@@ -39,6 +37,12 @@ os.environ.update(
 torch.set_num_threads(1)
 
 
+def write_idx(path, array):
+    """Write a uint8 array as MNIST's files are: data.read_idx reads it."""
+    head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes()
+    path.write_bytes(head + array.tobytes())
+
+
 def write_mnist(data_dir, train, test):
     """A learnable data set of so many images in the four files of MNIST below data_dir."""
     rng = np.random.RandomState(0)
@@ -53,7 +57,6 @@ def write_mnist(data_dir, train, test):
         images = ((3 * patterns[labels] + noise) // 4).astype(np.uint8)
         write_idx(folder / f"{half}-images-idx3-ubyte", images)
         write_idx(folder / f"{half}-labels-idx1-ubyte", labels)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
     return Path(data_dir)
 
 
@@ -69,26 +72,9 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def launch_command(processes, *options):
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.launch",
-        f"--nproc_per_node={processes}",
-        f"--master_port={free_port()}",
-        *options,
-    ]
-
-
-def run(*command, code=0, timeout=120, cwd=None, **env):
-    """Run a command with a time limit; the first part is a script of ours, or a whole command."""
-    command = [str(part) for part in command]
-    if command[0] in SCRIPTS:
-        command = [sys.executable, str(ROOT / command[0]), *command[1:]]
-    job = start(command, cwd=cwd, **env)
-    out, errors = finish(job, timeout)
-    assert code in (None, job.returncode), f"{command}\n{out}\n{errors}"
-    return subprocess.CompletedProcess(command, job.returncode, out, errors)
+def launch_command(processes, *options, module="torch.distributed.launch"):
+    port = f"--master_port={free_port()}"
+    return [sys.executable, "-m", module, f"--nproc_per_node={processes}", port, *options]
 
 
 def start(command, cwd=None, **env):
@@ -117,30 +103,72 @@ def finish(job, timeout=60):
     return out, errors
 
 
-def run_ddp(processes, *options, **kwargs):
-    return run(*launch_command(processes), ROOT / "ddp_train.py", *options, **kwargs)
+def run(*command, code=0, timeout=120, cwd=None, **env):
+    """Run a command with a time limit; the first part is a script of ours, or a whole command."""
+    command = [str(part) for part in command]
+    if command[0] in SCRIPTS:
+        command = [sys.executable, str(ROOT / command[0]), *command[1:]]
+    job = start(command, cwd=cwd, **env)
+    out, errors = finish(job, timeout)
+    assert code in (None, job.returncode), f"{command}\n{out}\n{errors}"
+    return subprocess.CompletedProcess(command, job.returncode, out, errors)
+
+
+def options_of(data_dir, out, options):
+    """Keyword arguments as a script's options: batch_size=2, resume=True -> --batch-size 2 ..."""
+    words = ["--data-dir", str(data_dir), "--output-dir", str(out)]
+    for name, value in options.items():
+        words.append(f"--{name.replace('_', '-')}")
+        words += [] if value is True else [str(value)]
+    return words
+
+
+def train_command(strategy, data_dir, out, processes=None, script=None, fault=None, **options):
+    """The command that trains; with `processes` by a launcher, and with a fault in it."""
+    command = launch_command(processes) if processes else [sys.executable]
+    command += [FAULTY] if fault else []
+    script = script or ROOT / STRATEGIES[strategy]
+    return [*command, script, *options_of(data_dir, out, options)]
+
+
+def train(strategy, data_dir, out, code=0, timeout=120, cwd=None, env=None, fault=None, **options):
+    """Train in processes of their own; see train_command. fault: "RANK PLACE KIND" of faulty.py."""
+    env = {**(env or {}), **({"FAULT": fault} if fault else {})}
+    command = train_command(strategy, data_dir, out, fault=fault, **options)
+    return run(*command, code=code, timeout=timeout, cwd=cwd, **env)
 
 
 @pytest.fixture
-def run_here(monkeypatch, capsys):
-    """Run the main() of a script in this process; returns what it printed."""
+def train_here(capsys):
+    """Train by the main() of a script, in this process; returns what it printed."""
 
-    def run_main(script, *options):
-        monkeypatch.setattr(sys, "argv", [script, *(str(option) for option in options)])
+    def train_in_process(strategy, data_dir, out, **options):
         capsys.readouterr()
-        try:
-            importlib.import_module(Path(script).stem).main()
-        finally:  # the folders are locked until the end of a process, which this is not
-            locked = importlib.import_module("model").LOCKED
-            for folder in list(locked):
-                os.close(locked.pop(folder))
+        module = importlib.import_module(STRATEGIES[strategy][:-3])
+        module.main(options_of(data_dir, out, options))
         return capsys.readouterr().out
 
-    return run_main
+    return train_in_process
+
+
+def epochs_of(text):
+    """[(epoch, data set, loss, accuracy, correct, count), ...] of the lines at the epochs' ends."""
+    return EPOCH_LINE.findall(text)
+
+
+def error_of(done):
+    """The one line that says what is wrong (a launcher adds its own report below)."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and done.returncode != 0, done.stderr
+    return lines[0]
 
 
 def weights(folder):
-    return torch.load(Path(folder, "model.pth"))
+    return torch.load(str(Path(folder, "model.pth")), weights_only=True)
+
+
+def checkpoint(folder):
+    return torch.load(str(Path(folder, "checkpoint.pth")), weights_only=True)
 
 
 def distance(one, other):
@@ -148,6 +176,11 @@ def distance(one, other):
     assert one.keys() == other.keys()
     largest = max(value.abs().max().item() for value in one.values())
     return max((one[name] - other[name]).abs().max().item() for name in one) / largest
+
+
+def equal(one, other):
+    """Whether two state dicts are equal bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def scalars(folder):
@@ -160,3 +193,59 @@ def scalars(folder):
         tag: [(event.step, event.value) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
+
+
+def files_of(folder):
+    """{path: content} of all files in a folder."""
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def probe(path, code, script="ddp_train.py"):
+    """A file that changes something by `code`, in which ROOT is importable, and runs a script."""
+    path.write_text(f"""
+import os, runpy, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+sys.argv[0] = {str(ROOT / script)!r}
+{code}
+runpy.run_path(sys.argv[0], run_name="__main__")
+""")
+    return path
+
+
+def by_hand(ranks, command=(sys.executable, ROOT / "ddp_train.py"), timeout=60):
+    """Start the command once for each list of options, as ranks of one world.
+
+    Returns [(output, errors), ...] and the exit codes.
+    """
+    port, jobs = str(free_port()), []
+    for rank, options in enumerate(ranks):
+        here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(ranks))}
+        here.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        jobs.append(start([*command, *options], **here))
+    outputs = [finish(job, timeout) for job in jobs]
+    return outputs, [job.returncode for job in jobs]
+
+
+def two_nodes(folders, mnist, processes, hosts=("127.0.0.1", None), prefix=((), ()), **options):
+    """Train by a launcher on each of two nodes; returns their (output, errors) and exit codes."""
+    port, jobs = free_port(), []
+    for node, folder in enumerate(folders):
+        folder.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "torch.distributed.launch", f"--nproc_per_node={processes}"]
+        command += [f"--master_addr={hosts[0]}", f"--master_port={port}", "--nnodes=2"]
+        command += [f"--node_rank={node}", ROOT / "ddp_train.py"]
+        jobs.append(start([*prefix[node], *command, *options_of(mnist, folder / "out", options)]))
+    return [finish(job, 90) for job in jobs], [job.returncode for job in jobs]
+
+
+def assert_gone(text, seconds=5):
+    """No process is left whose command line has this text (an output folder is of one test)."""
+    import time
+
+    end = time.monotonic() + seconds
+    while True:
+        found = subprocess.run(["pgrep", "-f", "--", text], stdout=subprocess.PIPE, text=True)
+        if not [pid for pid in found.stdout.split() if int(pid) != os.getpid()]:
+            return
+        assert time.monotonic() < end, "processes are left over"
+        time.sleep(0.1)

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import data
+import harness
 import model
 
 rank, place, kind = os.environ["FAULT"].split()
@@ -46,6 +47,8 @@ def fail(at, in_epoch=1):
 
 def set_epoch(real, sampler, number):
     global epoch
+    if number == 2 and rank != "0":
+        fail("save")  # the next epoch, while rank 0 saves
     epoch = number
     return real(sampler, number)
 
@@ -55,15 +58,15 @@ def load_datasets(real, *args):
     return real(*args)
 
 
-def forward(real, net, inputs, labels=None):
+def forward(real, net, inputs, labels=None, reduction="mean"):
     fail("evaluate" if labels is None else "step")
-    outputs = real(net, inputs, labels)
+    outputs = real(net, inputs, labels, reduction)
     broken = kind == "nan" and place == "step" and labels is not None and epoch == 1
     return outputs * float("nan") if broken else outputs
 
 
-def save(real, *args, **kwargs):
-    fail("save")
+def replace(real, *args, **kwargs):
+    fail("save")  # in the last act of saving
     return real(*args, **kwargs)
 
 
@@ -73,7 +76,5 @@ if rank in ("any", this_rank) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "
     patch(data, "load_datasets", load_datasets)
     patch(model.Net, "forward", forward)
     if this_rank == "0":
-        patch(os, "replace", save)  # the last act of saving
-    else:
-        patch(torch.distributed, "broadcast_object_list", save)  # waiting for rank 0 to save
+        patch(harness.os, "replace", replace)
 runpy.run_path(script, run_name="__main__")

@@ -1,52 +1,44 @@
-"""The data sets: lazy, whole batches, fetched with care, and the digits drawn here."""
+"""The data sets: lazy, complete batches, fetched with care, and the digits drawn here."""
 
 import gzip
 import hashlib
 import http.server
 import importlib
+import os
 import pickle
 import socket
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import EPOCH_LINE, ROOT, launch_command, run, run_ddp, write_mnist
+from conftest import ROOT, epochs_of, error_of, launch_command, probe, run, train, write_mnist
 from torch.utils.data import DataLoader
 
 import data
+import synthetic_digits
 
-QUICK = ("--epochs", 1, "--batch-size", 500, "--log-interval", 1000)
+QUICK = {"epochs": 1, "batch_size": 30, "log_interval": 1000}
 
 
 @pytest.fixture
 def in_mnist_folder(tmp_path, monkeypatch):
-    """The working directory, with a small MNIST below ./data; train_dataset as freshly imported."""
+    """The working directory, with a small MNIST below ./data; data as freshly imported."""
     write_mnist(tmp_path / "data", 100, 20)
     monkeypatch.chdir(tmp_path)
-    for function in (data.choose_with_fetch, data.read_dataset, data.read_folder):
-        function.cache_clear()
     return importlib.reload(data)
 
 
-def test_importing_reads_and_writes_nothing(tmp_path):
-    probe = """
-import sys
-opened = []
-sys.addaudithook(lambda event, args: opened.append((event, str(args[0]))) if event in
-                 ("open", "socket.connect", "os.mkdir") else None)
-import torch, numpy, torch.utils.data, torch.distributed
-opened.clear()
-import data, model
-opened = [what for what in opened if not what[1].endswith((".py", ".pyc", "__pycache__"))
-          and "__pycache__" not in what[1]]
-assert not opened, opened
-from data import train_dataset, test_dataset
-assert not opened, opened
-"""
-    run(sys.executable, "-c", probe, cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert not list(tmp_path.iterdir())
+def problem_with(data_dir):
+    """Why there is no MNIST in data_dir, in one line; "" if there is."""
+    try:
+        data.load_datasets("mnist", data_dir)
+        return ""
+    except FileNotFoundError as error:
+        assert "\n" not in str(error)
+        return str(error)
 
 
 def test_items_and_batches(in_mnist_folder):
@@ -90,7 +82,7 @@ if __name__ == "__main__":
     assert done.stdout.splitlines()[-2:] == ["[64, 36]"] * 2
 
 
-def test_our_loader_fetches_a_batch_by_one_index(in_mnist_folder, monkeypatch):
+def test_our_loader_takes_a_batch_by_one_index(in_mnist_folder, monkeypatch):
     calls = []
     real = in_mnist_folder.Digits.__getitem__
     monkeypatch.setattr(
@@ -98,89 +90,114 @@ def test_our_loader_fetches_a_batch_by_one_index(in_mnist_folder, monkeypatch):
         "__getitem__",
         lambda self, index: calls.append(index) or real(self, index),
     )
-    loader = in_mnist_folder.make_loader(
-        in_mnist_folder.train_dataset, 64, range(100), torch.device("cpu")
-    )
+    digits = in_mnist_folder.train_dataset
+    loader = DataLoader(digits, 64, collate_fn=in_mnist_folder.as_batch)
     assert len(loader) == 2 and [len(labels) for _, labels in loader] == [64, 36]
     assert calls == [list(range(64)), list(range(64, 100))]
+    plain = next(iter(DataLoader(digits, 64)))
+    assert all(torch.equal(*pair) for pair in zip(plain, next(iter(loader))))
 
 
 def test_pickled_before_use_it_carries_no_data():
     assert len(pickle.dumps(data.Digits(train=True))) < 1000
 
 
-@pytest.mark.parametrize(
-    "shape", [(28, 28), (1, 28, 28), (2, 28, 28), (4, 1, 28, 27), (2, 3, 28, 28), (1, 784)]
-)
-def test_inputs_of_another_shape_are_refused(shape):
-    with pytest.raises(ValueError, match=r"\(N, 1, 28, 28\)"):
-        importlib.import_module("model").Net()(torch.zeros(shape))
+def test_the_run_has_its_own_copy(tmp_path):
+    """Another job may rewrite or truncate the files meanwhile."""
+    raw = write_mnist(tmp_path, 30, 10) / "MNIST" / "raw"
+    train_set, test_set = data.load_datasets("mnist", tmp_path)
+    before = [part.clone() for part in train_set[list(range(30))]]
+    for path in raw.iterdir():
+        with open(path, "r+b") as file:
+            file.write(bytes(2000))
+            file.truncate(100)
+    assert all(torch.equal(*pair) for pair in zip(before, train_set[list(range(30))]))
+    assert len(test_set[list(range(10))][1]) == 10
 
 
-def test_logits_and_loss():
-    net = importlib.import_module("model").Net()
-    inputs, labels = torch.randn(5, 1, 28, 28), torch.tensor([1, 2, 3, 4, 5])
-    logits, loss = net(inputs), net(inputs, labels)
-    assert logits.shape == (5, 10) and logits.min() < 0 and loss.dim() == 0
-    expected = -torch.log_softmax(logits, 1)[range(5), labels].mean()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+def test_packed_files_are_used(tmp_path):
+    raw = write_mnist(tmp_path, 30, 10) / "MNIST" / "raw"
+    for path in list(raw.iterdir()):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert len(data.load_datasets("mnist", tmp_path)[0]) == 30
+    (path,) = raw.glob("train-images*")
+    path.write_bytes(path.read_bytes()[:-9])
+    assert "train-images-idx3-ubyte.gz is cut off" in problem_with(tmp_path)
+    path.write_bytes(b"no gzip")
+    assert "not a gzip" in problem_with(tmp_path).lower()
+
+
+def test_nothing_is_opened_for_writing_where_the_data_is_there(tmp_path, monkeypatch):
+    """A folder that two users share, or a disk that cannot be written."""
+    write_mnist(tmp_path, 30, 10)
+    monkeypatch.setattr(data, "TemporaryDirectory", None)
+    before = sorted(tmp_path.rglob("*"))
+    data.load_datasets("auto", tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_synthetic_digits_are_the_same_everywhere():
-    images, labels = data.draw_digits(200, 5)
+    images, labels = synthetic_digits.draw_digits(200, 5)
     assert images.shape == (200, 28, 28) and images.dtype == labels.dtype == np.uint8
     assert np.bincount(labels).tolist() == [20] * 10
-    assert (
-        hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()[:16] == "3ba0d9980a11508d"
+    found = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()
+    assert found.startswith("3ba0d9980a11508d")
+    assert not np.array_equal(images, synthetic_digits.draw_digits(200, 6)[0])
+
+
+@pytest.fixture
+def few_digits(monkeypatch):
+    """A hundredth of the synthetic digits, to save time; returns the list of the drawings."""
+    draw, drawn = synthetic_digits.draw_digits, []
+    monkeypatch.setattr(
+        synthetic_digits,
+        "draw_digits",
+        lambda count, seed: drawn.append(count) or draw(count // 100, seed),
     )
-    assert not np.array_equal(images, data.draw_digits(200, 6)[0])
+    return drawn
+
+
+def test_synthetic_digits_are_drawn_once_and_again_when_damaged(few_digits, tmp_path):
+    first = data.load_datasets("synthetic", tmp_path / "new")
+    (file,) = (tmp_path / "new").iterdir()
+    again = data.load_datasets("synthetic", tmp_path / "new")
+    assert few_digits == [60000, 10000] and len(first[0]) == 600
+    assert all(torch.equal(*pair) for pair in zip(first[1].tensors, again[1].tensors))
+    file.write_bytes(file.read_bytes()[:1000])
+    data.load_datasets("synthetic", tmp_path / "new")
+    data.load_datasets("synthetic", tmp_path / "new")
+    assert len(few_digits) == 4
+
+
+def test_a_data_dir_that_cannot_be_written(few_digits, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    train_set, _ = data.load_datasets("auto", tmp_path / "file")
+    assert len(train_set) == 600 and train_set.name == "synthetic"
+    warning = capsys.readouterr().out
+    assert warning.startswith("warning: no MNIST") and str(tmp_path / "file") in warning
+
+
+FEW = """
+import synthetic_digits
+draw = synthetic_digits.draw_digits
+synthetic_digits.draw_digits = lambda count, seed: draw(count // 100, seed)
+"""
 
 
 def test_auto_without_mnist_and_network_takes_the_synthetic_digits(tmp_path):
-    """With a hundredth of the digits, to save time."""
-    probe = tmp_path / "probe.py"
-    probe.write_text(f"""
-import runpy, sys
-sys.path.insert(0, {str(ROOT)!r})
-import data
-draw = data.draw_digits
-data.draw_digits = lambda count, seed: draw(count // 100, seed)
-script = sys.argv.pop(-1)
-runpy.run_path(script, run_name="__main__")
-""")
-    options = ("--data-dir", tmp_path / "data", *QUICK)
-    single, ddp = (ROOT / name for name in ("single_gpu_train.py", "ddp_train.py"))
-    first = run(sys.executable, probe, *options, "--output-dir", tmp_path / "1", single)
-    lines = first.stdout.splitlines()
+    script = probe(tmp_path / "probe.py", FEW)
+    done = train("ddp", tmp_path / "data", tmp_path / "out", 0, script=script, processes=2, **QUICK)
+    lines = done.stdout.splitlines()
     assert lines[0].startswith("warning: no MNIST") and "synthetic" in lines[0]
+    assert done.stdout.count("warning: no MNIST") == 1
     assert ", synthetic (600 + 100 images)," in lines[1]
-    assert EPOCH_LINE.findall(first.stdout)[0][1] == "synthetic"
-    checkpoint = torch.load(tmp_path / "1" / "checkpoint.pth", weights_only=True)
-    assert checkpoint["options"]["dataset"] == "synthetic"
-    drawn = {path: path.stat().st_mtime_ns for path in (tmp_path / "data" / "synthetic").iterdir()}
-    assert len(drawn) == 4
-    second = run(*launch_command(2), probe, *options, "--output-dir", tmp_path / "2", ddp)
-    assert second.stdout.count("warning: no MNIST") == 1
-    assert EPOCH_LINE.findall(second.stdout)[0][1] == "synthetic"
-    assert drawn == {path: path.stat().st_mtime_ns for path in drawn}  # drawn only once
+    assert epochs_of(done.stdout)[0][1] == "synthetic"
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_mnist_insists(tmp_path, processes):
-    options = (
-        "--data-dir",
-        tmp_path / "data",
-        "--dataset",
-        "mnist",
-        "--output-dir",
-        tmp_path / "out",
-    )
-    done = (
-        run("single_gpu_train.py", *options, code=1)
-        if processes == 1
-        else run_ddp(processes, *options, code=1)
-    )
-    (error,) = (line for line in done.stderr.splitlines() if "error: " in line and "MNIST" in line)
+def test_mnist_insists(tmp_path):
+    done = train("ddp", tmp_path / "data", tmp_path / "out", 1, processes=2, dataset="mnist")
+    error = error_of(done)
     assert "train-images-idx3-ubyte is missing" in error and "--dataset synthetic" in error
     assert not (tmp_path / "out").exists() and not done.stdout
 
@@ -227,13 +244,11 @@ def swap(one, other):
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files_are_named(tmp_path, damage):
     raw = write_mnist(tmp_path, 30, 10) / "MNIST" / "raw"
-    assert data.fetch("mnist", tmp_path) == ""
-    data.read_folder.cache_clear()
+    assert problem_with(tmp_path) == ""
     damage_it, name = DAMAGES[damage]
     damage_it(raw)
-    problem = data.fetch("mnist", tmp_path)
-    assert name in problem and "\n" not in problem and "fetching it failed" in problem
-    data.read_folder.cache_clear()
+    problem = problem_with(tmp_path)
+    assert name in problem and "downloading it failed" in problem and "--dataset syn" in problem
 
 
 class Mirror(http.server.ThreadingHTTPServer):
@@ -298,19 +313,17 @@ def mirrors(tmp_path, monkeypatch):
 @pytest.mark.parametrize("behaviour", ["refuses", "silent", "breaks off"])
 def test_the_next_mirror_is_tried(mirrors, tmp_path, behaviour):
     bad, good = mirrors(behaviour, "good")
-    assert data.fetch("mnist", tmp_path / "new") == ""
-    assert set(good.requests) == set(good.files)
     assert len(data.load_datasets("mnist", tmp_path / "new")[0]) == 30
-    assert sorted(path.name for path in (tmp_path / "new" / "MNIST" / "raw").iterdir()) == sorted(
-        data.FILES
-    )  # nothing is left over
+    assert set(good.requests) == set(good.files)
+    raw = tmp_path / "new" / "MNIST" / "raw"
+    assert sorted(path.name for path in raw.iterdir()) == sorted(data.FILES)  # and nothing else
+    assert socket.getdefaulttimeout() is None
 
 
 @pytest.mark.parametrize("behaviour", ["refuses", "silent", "breaks off"])
 def test_without_a_good_mirror_the_reason_is_told(mirrors, tmp_path, behaviour):
     mirrors(behaviour)
-    problem = data.fetch("auto", tmp_path / "new")
-    assert "fetching it failed" in problem and "\n" not in problem
+    assert "downloading it failed" in problem_with(tmp_path / "new")
     assert not list((tmp_path / "new" / "MNIST" / "raw").iterdir())
     assert socket.getdefaulttimeout() is None
 
@@ -320,34 +333,38 @@ def test_damaged_files_are_repaired_from_the_network(mirrors, tmp_path, damage):
     mirrors("good")
     raw = write_mnist(tmp_path / "data", 30, 10) / "MNIST" / "raw"
     DAMAGES[damage][0](raw)
-    if damage == "a folder":
-        assert "Is a directory" in data.fetch("mnist", tmp_path / "data")  # not ours to remove
-    else:
-        assert data.fetch("mnist", tmp_path / "data") == ""
+    problem = problem_with(tmp_path / "data")
+    assert problem == "" or damage == "a folder"  # which is not ours to remove
 
 
-def test_an_interrupted_download_is_not_built_upon(mirrors, tmp_path):
+def test_files_are_moved_when_nobody_has_them_open(mirrors, tmp_path, monkeypatch):
+    """Windows refuses to rename a file that is open or mapped."""
     mirrors("good")
-    part = tmp_path / "data" / "MNIST" / "raw" / "part"
-    part.mkdir(parents=True)
-    (part / "train-images-idx3-ubyte.gz").write_bytes(b"half")
-    (part / "train-images-idx3-ubyte").write_bytes(b"half")
-    assert data.fetch("mnist", tmp_path / "data") == ""
-    assert not part.exists()
+    real = data.os.replace
+
+    def replace(old, new):
+        if sys.platform == "linux":
+            assert str(old) not in Path("/proc/self/maps").read_text()
+            held = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+            assert str(old) not in held
+        real(old, new)
+
+    monkeypatch.setattr(data.os, "replace", replace)
+    assert problem_with(tmp_path / "data") == ""
 
 
-def test_several_jobs_that_fetch_into_one_folder_take_turns(mirrors, tmp_path):
-    (server,) = mirrors("good")
+def test_several_jobs_that_fetch_into_one_folder(mirrors, tmp_path):
+    mirrors("good")
+    problems = []
     threads = [
-        threading.Thread(target=data.fetch, args=("mnist", tmp_path / "data")) for _ in range(4)
+        threading.Thread(target=lambda: problems.append(problem_with(tmp_path / "data")))
+        for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    once = [server.requests.count(name) for name in server.files]
-    assert len(set(once)) == 1 and once[0] <= 2  # torchvision asks for redirects first
-    assert data.what_is_wrong(tmp_path / "data" / "MNIST" / "raw") == ""
+    assert problems == [""] * 4
 
 
 def test_each_file_is_fetched_once_per_node(mirrors, tmp_path):
@@ -355,25 +372,20 @@ def test_each_file_is_fetched_once_per_node(mirrors, tmp_path):
     (server,) = mirrors("good")
     from torchvision.datasets import MNIST
 
-    probe = tmp_path / "probe.py"
-    probe.write_text(f"""
-import runpy, sys
-sys.path.insert(0, {str(ROOT)!r})
+    code = f"""
 from torchvision.datasets import MNIST
 MNIST.mirrors, MNIST.resources = {[server.url]!r}, {MNIST.resources!r}
-runpy.run_path({str(ROOT / "ddp_train.py")!r}, run_name="__main__")
-""")
-    command = (*launch_command(3), probe, "--data-dir", tmp_path / "new", *QUICK)
-    done = run(*command, "--output-dir", tmp_path / "out")
+"""
+    script = probe(tmp_path / "probe.py", code)
+    quick = {**QUICK, "batch_size": 5}
+    done = train("ddp", tmp_path / "new", tmp_path / "out", processes=3, script=script, **quick)
     assert "mnist (30 + 10 images)" in done.stdout
     once = [server.requests.count(name) for name in server.files]
     assert len(set(once)) == 1 and once[0] <= 2  # torchvision asks for redirects first
 
 
-def test_a_data_dir_that_cannot_be_written(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    problem = data.fetch("auto", tmp_path / "file")
-    assert "\n" not in problem and str(tmp_path / "file") in problem
-    train_set, _ = data.load_datasets("auto", tmp_path / "file", problem)
-    assert len(train_set) == 60000
-    assert "not kept" in capsys.readouterr().out
+def test_a_world_of_one_counts_as_local_rank_0(mirrors, tmp_path, train_here, monkeypatch):
+    mirrors("good")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    quick = {**QUICK, "batch_size": 5}
+    assert "mnist (30 + 10" in train_here("ddp", tmp_path / "new", tmp_path / "out", **quick)
