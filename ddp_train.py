@@ -97,7 +97,7 @@ def main(argv=None):
     if start >= args.epochs:
         return  # nothing is left to do
     scheduler = OneCycleLR(optimizer, args.lr, args.epochs * steps, last_epoch=start * steps - 1)
-    log = harness.Log(folder, start, args, device, train_set, test_set, steps)
+    log = harness.Log(__file__, folder, start, args, device, train_set, test_set, steps)
 
     for epoch in range(start, args.epochs):
         sampler.set_epoch(epoch)

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import zipfile
@@ -34,7 +35,9 @@ def start(main):
     """Call main() and end the process, with exit code 0, or 1 and a line about what went wrong."""
     if hasattr(builtins, "__IPYTHON__"):
         return main()  # a notebook shows errors itself, and its kernel must live on
-    code = 1
+    code, hook = 1, threading.excepthook
+    # TensorBoard raises again here what its thread has met, such as a full disk: once is enough.
+    threading.excepthook = lambda thread: isinstance(thread.exc_value, OSError) or hook(thread)
     try:
         sys.stdout.reconfigure(errors="backslashreplace")  # a path that the encoding lacks
         main()
@@ -312,12 +315,12 @@ class Log:
     Only rank 0 calls train() and test(). Both raise Problem for a loss that is NaN or infinite.
     """
 
-    def __init__(self, folder, start, args, device, train_set, test_set, steps):
+    def __init__(self, script, folder, start, args, device, train_set, test_set, steps):
         size, self.name, self.images = world["size"], train_set.name, len(train_set)
         self.epochs, self.steps, self.batch = args.epochs, steps, args.batch_size * size
         if world["rank"] == 0:
             backend = dist.get_backend() if dist.is_initialized() else "none"
-            print(f"{Path(sys.argv[0]).name}: device {device}, backend {backend}, world size {size}"
+            print(f"{Path(script).name}: device {device}, backend {backend}, world size {size}"
                   f", {self.name} ({self.images} + {len(test_set)} images), lr {args.lr}, "
                   f"global batch {self.batch} = {args.batch_size} x {size}\n"
                   f"the results go to {folder}", flush=True)

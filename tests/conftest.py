@@ -86,6 +86,7 @@ def start(command, cwd=None, **env):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         start_new_session=True,
     )
 
