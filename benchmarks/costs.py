@@ -1,14 +1,14 @@
-"""What a training costs beside its steps, each as a ratio of two things measured in turn.
+"""What a training costs besides its steps, each as a ratio of two things measured in turn.
 
     python benchmarks/costs.py --data-dir data                    # all of it, about half an hour
     python benchmarks/costs.py --data-dir data --only start memory
 
-- start: the whole command for one epoch, less its training, beside the same scripts with all
+- start: the whole command for one epoch, less its training, against the same scripts with all
   imports at their top.
-- memory: private memory of a DDP process at its peak, beside one that has only imported torch.
+- memory: private memory of a DDP process at its peak, against one that has only imported torch.
 - growth: an epoch of 1, 2 and 4 times the data; of 1, 2 and 4 processes with one global batch.
 - accuracy: from the start of the command to the end of the first epoch with 99 % or more on the
-  test images, beside a recipe common in tutorials (two 3 x 3 convolutions of 32 and 64
+  test images, against a recipe common in tutorials (two 3 x 3 convolutions of 32 and 64
   channels, dropout, Adadelta, images one by one through PIL), also to its first such epoch.
 
 MNIST is needed, as synthetic digits are not what 99 % is about.
@@ -31,10 +31,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from throughput import DDP, SINGLE, free_port, machine  # noqa: E402
 
-from data import FILES, MEAN, STD, fetch, load_datasets, read_folder, write_idx  # noqa: E402
+from data import FILES, MEAN, STD, load_datasets, read_folder  # noqa: E402
 
 WANTED = 99.0  # percent
 
@@ -116,10 +117,10 @@ def start(args, scratch):
     eager.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, eager)
-    early = "import torchvision\nimport torch.utils.tensorboard\n\nimport argparse\n"
+    early = "import torchvision\nimport torch.utils.tensorboard\n\nimport os\n"
     for script in (SINGLE, DDP):
         text = (eager / script).read_text("utf-8")
-        (eager / script).write_text(text.replace("import argparse\n", early, 1), "utf-8")
+        (eager / script).write_text(text.replace("import os\n", early, 1), "utf-8")
 
     def above(folder, script, processes):
         out, seconds = run(command(folder / script, args, scratch, processes=processes))
@@ -142,7 +143,7 @@ def start(args, scratch):
 def private_memory(pid):
     """MB that this process alone has written, or 0 when it has ended (Linux).
 
-    Pages of files (libraries, the data) do not count: the processes of a machine share them.
+    Pages of files (the libraries) do not count: the processes of a machine share them.
     """
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
@@ -201,7 +202,8 @@ def growth(args, scratch):
         (images, labels), test = read_folder(Path(args.data_dir, "MNIST", "raw"))
         arrays = (images.repeat(times, 0), labels.repeat(times, 0), *test)
         for name, array in zip(FILES, arrays):
-            write_idx(raw / name, array)
+            head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes()
+            (raw / name).write_bytes(head + array.tobytes())
         return folder
 
     def epoch(script, times, *options, processes=0):
@@ -277,8 +279,8 @@ def textbook(data_dir):
                 print(f"epoch {epoch + 1} step {step} loss {loss.item():.4f}")
         net.eval()
         with torch.no_grad():
-            right = sum((net(images).argmax(1) == labels).sum() for images, labels in loaders[1])
-        accuracy = 100 * right.item() / len(loaders[1].dataset)
+            correct = sum((net(images).argmax(1) == labels).sum() for images, labels in loaders[1])
+        accuracy = 100 * correct.item() / len(loaders[1].dataset)
         print(f"epoch {epoch + 1}: accuracy {accuracy:.2f} %", flush=True)
         if accuracy >= WANTED:
             return
@@ -320,10 +322,10 @@ def main():
     args.data_dir = str(Path(args.data_dir).resolve())
     if args.textbook:
         return textbook(args.data_dir)
-    problem = fetch("mnist", args.data_dir)  # once, before anything is measured
-    if problem:
-        raise SystemExit(f"error: no MNIST: {problem}; see --data-dir")
-    args.images = len(load_datasets("mnist", args.data_dir, problem)[0])
+    try:
+        args.images = len(load_datasets("mnist", args.data_dir)[0])  # once, before anything
+    except FileNotFoundError as error:
+        raise SystemExit(f"error: {error}; see --data-dir") from None
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # which tidies up
     print(f"{machine()}; n = {args.rounds}\n", flush=True)
     with tempfile.TemporaryDirectory() as scratch:

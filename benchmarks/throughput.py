@@ -1,4 +1,4 @@
-"""Training throughput of the three scripts here, beside two loops to compare them with.
+"""Training throughput of the three scripts, with two loops to compare them with.
 
     python benchmarks/throughput.py --data-dir data --json result.json
 
@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from data import MEAN, STD, fetch, load_datasets  # noqa: E402
+from data import MEAN, STD, load_datasets  # noqa: E402
 from model import Net  # noqa: E402
 
 SINGLE, PARALLEL, DDP = "single_gpu_train.py", "data_parallel_train.py", "ddp_train.py"
@@ -164,7 +164,7 @@ def contenders(args, processes, gpus, scratch):
         return [script(name, batch, launcher(count))]
 
     plain = [{}]
-    # Where a command is made anew for each round, so is its output folder and its port.
+    # Where a command is made again for each round, so is its output folder and its port.
     found = {
         "bare loop": (1, lambda: [[*loop, "--loop", "bare"]], plain),
         "conventional loop": (1, lambda: [[*loop, "--loop", "conventional"]], plain),
@@ -275,8 +275,7 @@ def main():
     if args.json:
         open(args.json, "a").close()  # can it be written? better now than after the measurement
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # which tidies up
-    problem = fetch(args.dataset, args.data_dir)  # once, before anything is measured
-    args.dataset = load_datasets(args.dataset, args.data_dir, problem)[0].dataset
+    args.dataset = load_datasets(args.dataset, args.data_dir)[0].name  # once, before anything
     processes = args.processes or gpus or os.cpu_count()
     figures = {}
     with tempfile.TemporaryDirectory() as scratch:
