@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
@@ -40,6 +41,8 @@ def start(main):
     threading.excepthook = lambda thread: isinstance(thread.exc_value, OSError) or hook(thread)
     try:
         sys.stdout.reconfigure(errors="backslashreplace")  # a path that the encoding lacks
+        if torch.__version__ < "2.3" and numpy.__version__ >= "2":  # pip lets both be together
+            raise Problem(f"PyTorch {torch.__version__} is for numpy 1: pip install 'numpy<2'")
         main()
         code = 0
     except BrokenPipeError:

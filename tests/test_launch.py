@@ -198,6 +198,14 @@ def test_fewer_images_than_a_global_batch(mnist, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_old_pytorch_with_a_new_numpy(mnist, tmp_path):
+    code = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.0.1')"
+    code += "; import numpy; numpy.__version__ = '2.1.0'; import harness"
+    script = probe(tmp_path / "probe.py", code, "single_gpu_train.py")
+    done = train("single", mnist, tmp_path / "out", 1, script=script)
+    assert error_of(done) == "error: PyTorch 2.0.1 is for numpy 1: pip install 'numpy<2'"
+
+
 # Devices
 
 
