@@ -1,6 +1,5 @@
-"""The benchmark's arithmetic and its table; never its speed."""
+"""The benchmark's arithmetic, its table, what it refuses and leaves behind; never its speed."""
 
-import json
 import re
 import shutil
 import sys
@@ -9,99 +8,156 @@ import pytest
 from conftest import ROOT, run
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import costs  # noqa: E402
-import throughput  # noqa: E402
+import benchmark
+import loops
+from benchmark import Contender
 
+BENCHMARK = ROOT / "benchmarks" / "benchmark.py"
+DDP, OWN = "ddp_train.py, weak scaling, 2", "/own/ddp_train.py, weak scaling, 2"
 FIGURES = {
     "bare loop": [100.0, 120.0, 110.0],
     "single_gpu_train.py": [90.0, 100.0, 105.0],
     "copies x 2": [200.0, 200.0, 200.0],
-    "ddp_train.py, weak scaling, 2": [150.0, 160.0, 140.0],
+    DDP: [150.0, 160.0, 140.0],
+    OWN: [180.0, 160.0, 175.0],
 }
-PROCESSES = {name: 2 if "2" in name else 1 for name in FIGURES}
-
-
-def test_summary():
-    rows = {row[0]: row[1:] for row in throughput.summarise(FIGURES, PROCESSES)}
-    assert rows["bare loop"] == (1, 110, 100, 120, 1.1, 1.1)
-    assert rows["ddp_train.py, weak scaling, 2"] == (2, 150, 140, 160, 1.5, 0.75)
-
-
-def test_ratios_are_paired_by_round():
-    ratios = {what: figures for what, *figures in throughput.ratios(FIGURES)}
-    assert ratios["single_gpu_train.py / bare loop"] == pytest.approx([0.9, 100 / 120, 105 / 110])
-    assert ratios["ddp_train.py, weak scaling, 2 / copies x 2"] == [0.75, 0.7, 0.8]
-
-
-def test_a_changed_script_is_compared_with_ours():
-    own = {"/own/ddp_train.py, weak scaling, 2": [180.0, 160.0, 175.0]}
-    ratios = {what: figures for what, *figures in throughput.ratios({**FIGURES, **own})}
-    name = next(iter(own))
-    assert ratios[f"{name} / copies x 2"] == [0.875, 0.8, 0.9]
-    assert ratios[f"{name} / ddp_train.py, weak scaling, 2"] == [1.2, 1, 1.25]
-    assert len(ratios) == 4  # with the two of ours, as FIGURES has no conventional loop
+AGAINST = {"single_gpu_train.py": ["bare loop"], DDP: ["copies x 2"], OWN: ["copies x 2", DDP]}
+CONTENDERS = {
+    name: Contender(2 if "2" in name else 1, None, AGAINST.get(name, [])) for name in FIGURES
+}
 
 
 def test_table():
-    lines = throughput.table(throughput.summarise(FIGURES, PROCESSES)).splitlines()
-    assert lines[0].count("|") == lines[1].count("|") == lines[-1].count("|")
-    assert lines[-1] == "| ddp_train.py, weak scaling, 2 | 2 | 150 | 140–160 | 1.50 | 75 % |"
+    lines = benchmark.table(FIGURES, CONTENDERS).splitlines()
+    assert len(lines) == 2 + 5 and {line.count("|") for line in lines} == {7}
+    assert lines[2] == "| bare loop | 1 | 110 | 100–120 | 1.10 | 110 % |"
+    assert lines[5] == f"| {DDP} | 2 | 150 | 140–160 | 1.50 | 75 % |"
+
+
+def test_ratios_are_paired_by_round():
+    assert benchmark.ratios(FIGURES, CONTENDERS).splitlines() == [
+        "- single_gpu_train.py / bare loop: 0.90 (0.83–0.95)",
+        f"- {DDP} / copies x 2: 0.75 (0.70–0.80)",
+        f"- {OWN} / copies x 2: 0.88 (0.80–0.90)",
+        f"- {OWN} / {DDP}: 1.20 (1.00–1.25)",
+    ]
+
+
+def test_spread():
+    assert benchmark.spread([4000.0, 1.0, 20.0]) == "20.0 (1.0–4,000.0)"
+
+
+def test_the_rate_leaves_out_the_warm_up_and_adds_up_copies():
+    assert benchmark.rate(["9 images/s", "8.5 images/s 0 s left"]) == 17.5
+    assert benchmark.rate(["1 images/s\n30 images/s\n20 images/s\n25 images/s"]) == 25
+    with pytest.raises(SystemExit, match="^error: a contender gave no images/s:\nepoch 1"):
+        benchmark.rate(["epoch 1"])
+
+
+def test_a_contender_that_fails_shows_what_it_said():
+    jobs = [benchmark.launch([sys.executable, "-c", code]) for code in ("1 / 0", "input()")]
+    with pytest.raises(SystemExit, match="(?s)^error: .* failed:.*ZeroDivisionError"):
+        benchmark.finish(jobs)
+    assert all(job.returncode for job in jobs)  # none still runs
+
+
+def test_the_contenders_run_in_turn():
+    seen = []
+    contenders = {name: Contender(1, lambda name=name: seen.append(name) or 1.5) for name in "ab"}
+    args = benchmark.parse_args(["--rounds", "2"])
+    assert benchmark.in_turn(args, contenders) == {"a": [1.5, 1.5], "b": [1.5, 1.5]}
+    assert seen == ["a", "b", "a", "b"]
+
+
+def test_the_data_is_written_as_it_was_read(mnist, tmp_path):
+    from data import load_datasets
+
+    sets = load_datasets("mnist", mnist)
+    copy = load_datasets("mnist", benchmark.write_mnist(tmp_path / "same", sets))
+    for one, other in zip(sets, copy):
+        assert all((a == b).all() for a, b in zip(one.tensors, other.tensors))
+    twice = load_datasets("mnist", benchmark.write_mnist(tmp_path / "twice", sets, 2, most=300))
+    assert [len(digits) for digits in twice] == [300, 201]
+
+
+@pytest.mark.parametrize("program", [benchmark.parse_args, loops.main])
+def test_help_is_the_docstring(program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program", "--help"])
+    with pytest.raises(SystemExit):
+        program()
+    assert sys.modules[program.__module__].__doc__.strip() in capsys.readouterr().out
+
+
+def test_quick_is_the_throughput_alone():
+    args = benchmark.parse_args(["--quick"])
+    assert (args.only, args.rounds) == (["throughput"], 3)
+    args = benchmark.parse_args([])
+    assert (args.only, args.rounds) == (["throughput", "accuracy", "start", "memory", "growth"], 5)
+
+
+def test_the_heading_names_the_processor_and_how_often():
+    args = benchmark.parse_args(["--device", "cpu", "--batch-size", "32"])
+    args.images = 1001
+    heading = benchmark.heading(args, "throughput")
+    assert heading.startswith("**throughput** - CPU: ") and "PyTorch" in heading
+    assert "1,001 images; 32 images per step and process, n = 5, median (low" in heading
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        (["--also", "not/there.py"], "--also: there is no file not/there.py"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--batch-size", "-1"], "--batch-size must be at least 1"),
+        (["--only", "speed"], "invalid choice: 'speed'"),
+        (["--device", "cuda"], "--device cuda: PyTorch sees no GPU here"),
+    ],
+)
+def test_bad_options_are_one_line(options, problem, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark.torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit) as end:
+        benchmark.parse_args(options)
+    assert end.value.code == 2 and problem in capsys.readouterr().err
+
+
+def test_missing_data_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        sys, "argv", ["benchmark", "--dataset", "mnist", "--data-dir", str(tmp_path)]
+    )
+    with pytest.raises(SystemExit, match="^error: no MNIST: .* is missing"):
+        benchmark.main()
 
 
 @pytest.mark.slow
-def test_the_complete_benchmark(mnist, tmp_path, tmp_path_factory):
+def test_the_complete_throughput(mnist, tmp_path, tmp_path_factory):
     changed = tmp_path_factory.mktemp("changed") / "ddp_train.py"
     for path in ROOT.glob("*.py"):
         shutil.copy(path, changed.parent)
-    script = ROOT / "benchmarks" / "throughput.py"
-    command = (sys.executable, script, "--rounds", 2, "--data-dir", mnist, "--processes", 2,
-               "--device", "cpu", "--also", changed,
-               "--json", tmp_path / "result.json")  # fmt: skip
-    done = run(*command, timeout=300, cwd=tmp_path, TMPDIR=str(tmp_path))
+    options = ("--quick", "--rounds", 2, "--data-dir", mnist, "--processes", 2, "--device", "cpu")
+    done = run(
+        *(sys.executable, BENCHMARK, *options, "--also", changed),
+        timeout=500,
+        cwd=tmp_path,
+        TMPDIR=str(tmp_path),
+    )
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 8 + 3 and f"{changed}, strong scaling, 2" in done.stdout
     assert "conventional loop" in done.stdout and "n = 2" in done.stdout
     assert "not measured" in done.stdout
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert all(len(rates) == 2 for rates in result["images_per_second"].values())
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured on Linux alone")
 def test_what_a_training_costs_besides_its_steps(mnist, tmp_path):
-    script = ROOT / "benchmarks" / "costs.py"
-    parts = ("--only", "start", "memory", "growth")
-    done = run(sys.executable, script, "--rounds", 1, "--data-dir", mnist, *parts, timeout=300,
-               cwd=tmp_path, TMPDIR=str(tmp_path))  # fmt: skip
+    options = ("--rounds", 1, "--data-dir", mnist, "--only", "start", "memory", "growth")
+    done = run(
+        *(sys.executable, BENCHMARK, *options), timeout=500, cwd=tmp_path, TMPDIR=str(tmp_path)
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("- ")]
     figures = [re.findall(r"([\d.]+) \(([\d.]+)–([\d.]+)\)", line) for line in lines]
-    assert len(lines) == 7 and all(figures), done.stdout
-    for middle, least, most in sum(figures, []):
-        assert float(least) <= float(middle) <= float(most)
-    assert re.search("import torch$", lines[2]) and "4 x the data" in lines[4]
+    assert len(lines) == 8 and all(figures), done.stdout
+    for middle, low, high in sum(figures, []):
+        assert 0 < float(low) <= float(middle) <= float(high)
+    assert lines[3].endswith("above import torch") and lines[5].startswith("- 4 x the data")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("benchmark", [costs, throughput])
-def test_help_is_the_docstring(benchmark, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["benchmark", "--help"])
-    with pytest.raises(SystemExit):
-        benchmark.parse_args()
-    assert benchmark.__doc__.strip() in capsys.readouterr().out
-
-
-def test_bad_input_is_one_line(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["throughput", "--also", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        throughput.parse_args()
-    assert f"--also: there is no file {tmp_path}" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["costs", "--data-dir", str(tmp_path)])
-    with pytest.raises(SystemExit, match="^error: no MNIST: .* is missing.*; see --data-dir$"):
-        costs.main()
-
-
-def test_spread_and_ratio():
-    figures = {"here": [1.0, 2.0, 4.0], "textbook": [10.0, 18.0, 48.0]}
-    assert costs.spread(figures["here"]) == "2.0 (1.0–4.0)"
-    assert costs.ratio(figures, "textbook", "here") == "10.00 (9.00–12.00)"
