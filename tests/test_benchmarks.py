@@ -9,6 +9,7 @@ from conftest import ROOT, run
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import benchmark
+import gpu
 import loops
 from benchmark import Contender
 
@@ -41,6 +42,10 @@ def test_ratios_are_paired_by_round():
         f"- {OWN} / copies x 2: 0.88 (0.80–0.90)",
         f"- {OWN} / {DDP}: 1.20 (1.00–1.25)",
     ]
+
+
+def test_the_gpu_check_reads_what_the_benchmark_prints():
+    assert gpu.reached("...\n\n" + benchmark.ratios(FIGURES, CONTENDERS)) == 0.9
 
 
 def test_spread():
@@ -80,7 +85,7 @@ def test_the_data_is_written_as_it_was_read(mnist, tmp_path):
     assert [len(digits) for digits in twice] == [300, 201]
 
 
-@pytest.mark.parametrize("program", [benchmark.parse_args, loops.main])
+@pytest.mark.parametrize("program", [benchmark.parse_args, loops.main, gpu.main])
 def test_help_is_the_docstring(program, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["program", "--help"])
     with pytest.raises(SystemExit):

@@ -1,13 +1,19 @@
 """The CUDA paths: they need one GPU, or two, and are skipped, with the reason, elsewhere."""
 
+import importlib.util
+import shutil
+
 import pytest
 import torch
 from conftest import (
+    ROOT,
+    SMALL_LR,
     STRATEGIES,
     checkpoint,
     distance,
     epochs_of,
     error_of,
+    options_of,
     train,
     weights,
     write_mnist,
@@ -18,6 +24,15 @@ import data
 GPUS = torch.cuda.device_count()
 one_gpu = pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
 two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, here are {GPUS}")
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=one_gpu)])
+# What waits for the GPU, as the profiler names it; on the CPU the first two appear too.
+SYNCHRONISING = {
+    "aten::item",
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "cudaStreamSynchronize",
+}
+SYNCHRONISING |= {"cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
 TRAINING = {"epochs": 2, "lr": 0.02, "log_interval": 5}
 
 
@@ -74,3 +89,74 @@ def test_the_loader_pins_memory_for_a_gpu(mnist):
     train_set, _ = data.load_datasets("mnist", mnist)
     loader = torch.utils.data.DataLoader(train_set, 8, pin_memory=True, collate_fn=data.as_batch)
     assert all(part.is_pinned() for part in next(iter(loader)))
+
+
+@one_gpu
+def test_ddp_over_nccl_in_one_process_gives_what_the_single_script_gives(mnist, tmp_path):
+    options = {**TRAINING, "batch_size": 48, "device": "cuda"}
+    train("single", mnist, tmp_path / "single", env={"CUDA_VISIBLE_DEVICES": "0"}, **options)
+    done = train("ddp", mnist, tmp_path / "ddp", processes=1, **options)
+    assert "backend nccl, world size 1" in done.stdout
+    assert distance(weights(tmp_path / "single"), weights(tmp_path / "ddp")) < 1e-3
+
+
+@on_each_device
+def test_ddp_over_gloo_in_two_processes_on_one_device(device, mnist, tmp_path):
+    """NCCL wants a GPU for each process; in a copy of the script gloo shares one."""
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    script = tmp_path / "ddp_train.py"
+    text = script.read_text("utf-8")
+    shared = f'torch.device("{device}", 0)'
+    for ours, changed in (
+        ("harness.pick_device(args.device, local_rank)", shared),
+        ('"nccl" if device.type == "cuda" else "gloo"', '"gloo"'),
+    ):
+        assert text.count(ours) == 1
+        text = text.replace(ours, changed)
+    script.write_text(text, "utf-8")
+    options = {**TRAINING, "lr": SMALL_LR}
+    train("single", mnist, tmp_path / "single", batch_size=48, device=device, **options)
+    done = train(
+        "ddp", mnist, tmp_path / "ddp", script=script, processes=2, batch_size=24, **options
+    )
+    assert f"device {device}:0, backend gloo, world size 2" in done.stdout
+    assert distance(weights(tmp_path / "single"), weights(tmp_path / "ddp")) < 1e-3
+
+
+def synchronisations(main, options, interval, device):
+    """[(step, name)] of what waits for the GPU after a step that no log line follows."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        main(options)
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    steps = sum(event.name.startswith("Optimizer.step#") for event in events)
+    assert steps > 2 * interval
+    step, found = 0, []
+    for event in events:
+        step += event.name.startswith("Optimizer.step#")
+        if event.name in SYNCHRONISING and step % interval and step < steps:
+            found.append((step, event.name))
+    return found
+
+
+@on_each_device
+def test_nothing_waits_for_the_gpu_between_log_lines(device, mnist, tmp_path):
+    text = (ROOT / "single_gpu_train.py").read_text("utf-8")
+    kept = "losses.append(loss.detach())"
+    assert text.count(kept) == 1
+    for name, line in (("right", kept), ("wrong", f"{kept}; loss.item()")):
+        script = tmp_path / f"{name}.py"
+        script.write_text(text.replace(kept, line), "utf-8")
+        spec = importlib.util.spec_from_file_location(name, script)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        options = {"epochs": 1, "batch_size": 24, "log_interval": 10, "device": device}
+        words = options_of(mnist, tmp_path / name, options)
+        found = synchronisations(module.main, words, 10, device)
+        if name == "right":
+            assert not found
+        else:  # 41 steps, of which each tenth and the last may wait
+            assert {step for step, _ in found} == {step for step in range(41) if step % 10}
