@@ -52,9 +52,7 @@ def start(main):
     except (Problem, OSError) as error:
         tell(f"error: {error}")
     except Exception as error:
-        if tell(traceback.format_exc()):
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-            get_error_handler().record_exception(error)  # for the report of the launcher
+        tell(traceback.format_exc(), error)
     with suppress(OSError):
         sys.stdout.flush()
     if code or world["store"]:
@@ -72,8 +70,8 @@ def cleanup(main):
     return closing
 
 
-def tell(text):
-    """Print to stderr unless another rank has done so; returns whether this is the first one.
+def tell(text, error=None):
+    """Print to stderr unless another rank has done so, and let the launcher report the error.
 
     The others wait until it has told, as a launcher ends all ranks as soon as one has left.
     """
@@ -81,12 +79,13 @@ def tell(text):
         if world["store"] is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             find_store()  # the launcher's, which does not wait for the ranks
         if world["store"] and world["store"].add("problems", 1) > 1:
-            world["store"].wait(["told"], timedelta(seconds=10))
-            return False
+            return world["store"].wait(["told"], timedelta(seconds=10))
+    if error and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+        get_error_handler().record_exception(error)
     print(text, file=sys.stderr, flush=True)
     with suppress(Exception):
         world["store"].set("told", "yes")
-    return True
 
 
 class ArgumentParser(argparse.ArgumentParser):
