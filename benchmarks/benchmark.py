@@ -78,6 +78,7 @@ def parse_args(argv=None):
     for script in args.also:
         if not Path(script).is_file():
             parser.error(f"--also: there is no file {script}")
+    args.also = [str(Path(script).resolve()) for script in args.also]
     gpus = torch.cuda.device_count()
     if args.device == "cuda" and not gpus:
         parser.error("--device cuda: PyTorch sees no GPU here")
@@ -265,7 +266,7 @@ def throughput(args):
             for kind, batch in batches.items():
                 against = [copies] if count > 1 and kind == "weak" else []
                 against += [f"{DDP}, {kind} scaling, {count}"] if path != DDP else []
-                measure = partial(script, Path(path).resolve(), batch, count)
+                measure = partial(script, path, batch, count)
                 contenders[f"{path}, {kind} scaling, {count}"] = Contender(count, measure, against)
     figures = in_turn(args, contenders)
     print(f"{table(figures, contenders)}\n\n{ratios(figures, contenders)}")
