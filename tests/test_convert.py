@@ -106,7 +106,7 @@ def check(folder, lines, pictures):
         assert [float(match[2]), float(match[3])] == pytest.approx(row, abs=1e-4)
 
     assert sorted(path.suffix for path in folder.iterdir() if "events" not in path.name) == [".pth"]
-    weights = torch.load(str(folder / "best.pth"))
+    weights = torch.load(str(folder / "best.pth"), weights_only=True)
     assert not any(name.startswith("module.") for name in weights)
     assert all(value.device.type == "cpu" and value.is_contiguous() for value in weights.values())
     loss, accuracy = evaluate(weights, pictures)

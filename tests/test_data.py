@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, epochs_of, error_of, launch_command, probe, run, train, write_mnist
+from conftest import ROOT, epochs_of, error_of, probe, run, train, write_mnist
 from torch.utils.data import DataLoader
 
 import data

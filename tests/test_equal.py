@@ -11,8 +11,6 @@ from conftest import (
     distance,
     epochs_of,
     equal,
-    launch_command,
-    options_of,
     probe,
     run,
     scalars,

@@ -1,4 +1,4 @@
-"""Each fault ends soon, says what it was, leaves the earlier results complete, and can be resumed."""
+"""Each fault ends soon, says what it was, leaves earlier results complete, and can be resumed."""
 
 import re
 import shutil

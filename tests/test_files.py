@@ -1,4 +1,4 @@
-"""The folder of a run and its surroundings: nothing is lost, and odd machines are met with sense."""
+"""The folder of a run and its surroundings: nothing is lost, odd machines are met with sense."""
 
 import builtins
 import importlib

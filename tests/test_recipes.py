@@ -370,7 +370,8 @@ def test_early_stopping_stops_all_ranks(mnist, tmp_path):
     correct = [int(line[4]) for line in epochs_of(out)]
     assert 4 <= len(correct) < 40
     assert max(correct[:-3]) == correct[-4] >= max(correct[-3:])
-    assert out.endswith(f"no better for 3 epochs: the best had {max(correct)} correct predictions\n")
+    last = f"no better for 3 epochs: the best had {max(correct)} correct predictions\n"
+    assert out.endswith(last)
 
 
 def children(pid):

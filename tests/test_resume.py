@@ -1,4 +1,4 @@
-"""A run that was stopped continues as if it had not been, also with another script or world size."""
+"""A run that was stopped continues as if it had not been, also with another script or size."""
 
 import importlib
 import shutil
