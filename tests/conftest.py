@@ -233,8 +233,8 @@ def two_nodes(folders, mnist, processes, hosts=("127.0.0.1", None), prefix=((), 
     for node, folder in enumerate(folders):
         folder.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "torch.distributed.launch", "--nnodes=2"]
-        command += [f"--nproc_per_node={processes}", f"--master_addr={hosts[0]}", f"--master_port={port}"]
-        command += [f"--node_rank={node}", ROOT / "ddp_train.py"]
+        command += [f"--nproc_per_node={processes}", f"--node_rank={node}"]
+        command += [f"--master_addr={hosts[0]}", f"--master_port={port}", ROOT / "ddp_train.py"]
         jobs.append(start([*prefix[node], *command, *options_of(mnist, folder / "out", options)]))
     return [finish(job, 90) for job in jobs], [job.returncode for job in jobs]
 

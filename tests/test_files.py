@@ -262,7 +262,7 @@ def test_main_gives_everything_back(mnist, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, harness.Problem])
 def test_main_gives_everything_back_after_a_failure(error, mnist, tmp_path, monkeypatch):
     before, module = state_of_the_process(), importlib.import_module("ddp_train")
-    for number in range(2):  # the second would find the folder locked
+    for _ in range(2):  # the second would find the folder locked
 
         def fail(*args):
             raise error("now")
