@@ -116,6 +116,7 @@ def main():
             best = accuracy
             save(net, os.path.join(writer.log_dir, "best.pth"))
     dist.destroy_process_group()
+    os._exit(0)  # all is on the disk; Python's own end can hang in gloo's threads (PyTorch 2.0)
 
 
 if __name__ == "__main__":

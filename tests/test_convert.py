@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,8 @@ from torchvision import datasets, models, transforms
 
 FOLDER = Path(__file__).resolve().parent.parent / "convert"
 ALONE = [sys.executable]
-LAUNCH = [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node=2"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+LAUNCH = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3"]
 TRAIN_COUNT, VAL_COUNT, CLASSES, EPOCHS = 24, 13, 3, 2
 LINE = re.compile(
     r"epoch (\d+)/\d+: train loss (\d+\.\d{4}), val loss (\d+\.\d{4}), accuracy (\d+\.\d\d)%"
@@ -46,9 +47,17 @@ def pictures(tmp_path_factory):
     return folder
 
 
+def free_port():
+    """A port that no process uses now: several tests may run at the same time."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def train(start, script, pictures, folder, *options):
     """Run a script of the example; return the lines that it printed."""
-    command = [*start, str(FOLDER / script), "--data-dir", str(pictures)]
+    port = [] if start == ALONE else [f"--master_port={free_port()}"]
+    command = [*start, *port, str(FOLDER / script), "--data-dir", str(pictures)]
     command += ["--output-dir", str(folder), "--image-size", "32", "--batch-size", "4"]
     command += ["--epochs", str(EPOCHS), *options]
     # What a launcher sets, and the GPUs, must not come from the machine of the test.
