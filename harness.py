@@ -148,10 +148,11 @@ def join_group(backend):
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's does not end this waiting
     at_the_end.callback(signal.signal, signal.SIGINT, handler)
     world.update(rank=0, size=1, store=dist.HashStore())
-    tasks = max(int(os.environ.get(name) or 1) for name in TASKS)
+    tasks = [int(os.environ.get(name) or 1) for name in TASKS]
+    tasks = max(*tasks, int(os.environ.get("PMIX_RANK") or 0) + 1)  # PMIx tells no number of tasks
     if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
         find_store()
-    elif tasks > 1 or int(os.environ.get("PMIX_RANK") or 0) > 0:
+    elif tasks > 1:
         raise Problem(f"{tasks} tasks were started, but RANK is not set: start one torchrun per "
                       "node, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT")
     rank, size, store = world["rank"], world["size"], world["store"]
