@@ -12,9 +12,9 @@ import sys
 import pytest
 from conftest import ROOT, free_port
 
-TEXTS = sorted((ROOT / "docs").glob("recipes*.md"))
+TEXTS = sorted((ROOT / "docs").rglob("clusters.md"))
 BLOCK = re.compile(r"^<!-- cluster: ([\w ]+) -->\n```(\w+)\n(.*?)^```$", re.M | re.S)
-ENGLISH = ROOT / "docs" / "recipes.md"
+ENGLISH = ROOT / "docs" / "clusters.md"
 # Each stands for as many commands in the text; the value is the language of its block.
 NAMES = {
     "fetch": "bash",
@@ -41,7 +41,7 @@ def blocks(path):
     """{name: text} of the marked code blocks of a recipe; skips the test where there are none."""
     found = BLOCK.findall(path.read_text(encoding="utf-8")) if path.exists() else []
     if not found:
-        pytest.skip(f"no recipes for clusters in {path.name}")
+        pytest.skip(f"no commands for clusters in {path.name}")
     assert {name: language for name, language, _ in found} == NAMES and len(found) == len(NAMES)
     return {name: text for name, _, text in found}
 

@@ -33,9 +33,8 @@ from conftest import (
 )
 
 ENGLISH = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
-ENGLISH.remove("docs/recipes.zh-CN.md")
 CHINESE = {name: name.replace("docs/", "docs/zh-CN/") for name in ENGLISH}
-CHINESE.update({"README.md": "README.zh-CN.md", "docs/recipes.md": "docs/recipes.zh-CN.md"})
+CHINESE["README.md"] = "README.zh-CN.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 RUN = ["README.md", "docs/misconceptions.md", "docs/techniques.md"]  # with blocks that are run
 
@@ -379,7 +378,7 @@ def commands(text):
                 yield words
 
 
-COMMANDS = [name for name in ENGLISH if name != "docs/recipes.md"]  # which test_clusters reads
+COMMANDS = [name for name in ENGLISH if name not in ("docs/recipes.md", "docs/clusters.md")]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
