@@ -27,6 +27,7 @@ from conftest import (
     launch_command,
     options_of,
     run,
+    scalars,
     start,
     weights,
     write_mnist,
@@ -104,7 +105,7 @@ def test_the_two_languages_correspond():
     one, other = (FENCE.findall(text) for text in texts)
     uncommented = [[re.sub(r"# .*", "", code) for _, code in blocks] for blocks in (one, other)]
     assert uncommented[0] == uncommented[1]
-    assert len(RECIPES) == len([kind for kind, _ in one if kind == "diff"]) == 14
+    assert len(RECIPES) == len([kind for kind, _ in one if kind == "diff"]) == 15
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
@@ -301,6 +302,18 @@ def test_what_is_switched_on_makes_a_difference(name, options, most, mnist, plai
     done = train(script, mnist, tmp_path / "out", **TRAINING, **options)
     assert 1e-5 < distance(weights(plain), weights(tmp_path / "out")) < most
     assert is_learning(done)
+
+
+@needs_patch
+@pytest.mark.slow
+def test_adamw_warms_up_and_resumes(mnist, tmp_path):
+    script, out = changed("adamw", tmp_path / "patched"), tmp_path / "out"
+    train(script, mnist, out, epochs=2, batch_size=16, log_interval=1)
+    assert is_learning(train(script, mnist, out, epochs=3, batch_size=16, resume=True))
+    rates = [rate for _, rate in scalars(out)["train/lr"]]
+    top = rates.index(max(rates))
+    assert 3 < top < 12 and rates[:top] == sorted(rates[:top])  # of 62 steps
+    assert max(rates) == pytest.approx(0.001 * 32 / 64, rel=0.05)
 
 
 @needs_patch
