@@ -105,7 +105,7 @@ def test_the_two_languages_correspond():
     one, other = (FENCE.findall(text) for text in texts)
     uncommented = [[re.sub(r"# .*", "", code) for _, code in blocks] for blocks in (one, other)]
     assert uncommented[0] == uncommented[1]
-    assert len(RECIPES) == len([kind for kind, _ in one if kind == "diff"]) == 15
+    assert len(RECIPES) == len([kind for kind, _ in one if kind == "diff"]) == 16
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
@@ -314,6 +314,18 @@ def test_adamw_warms_up_and_resumes(mnist, tmp_path):
     top = rates.index(max(rates))
     assert 3 < top < 12 and rates[:top] == sorted(rates[:top])  # of 62 steps
     assert max(rates) == pytest.approx(0.001 * 32 / 64, rel=0.05)
+
+
+@needs_patch
+@pytest.mark.slow
+def test_the_average_of_the_weights_is_saved_and_resumed(mnist, tmp_path):
+    script, out = changed("ema", tmp_path / "patched"), tmp_path / "out"
+    for epochs in (1, 2):
+        train(script, mnist, out, epochs=epochs, batch_size=50, lr=0.01, resume=True)
+        saved, net = checkpoint(out), weights(out)
+        assert saved["average"]["n_averaged"] == 10 * epochs  # 1,001 images in steps of 100
+        assert all(net[name].equal(saved["average"][f"module.{name}"]) for name in net)
+        assert 1e-5 < distance(saved["model"], net) < 1
 
 
 @needs_patch
