@@ -223,8 +223,17 @@ def by_hand(ranks, command=(sys.executable, ROOT / "ddp_train.py"), timeout=60):
         here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(ranks))}
         here.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         jobs.append(start([*command, *options], **here))
-    outputs = [finish(job, timeout) for job in jobs]
-    return outputs, [job.returncode for job in jobs]
+    return finish_all(jobs, timeout)
+
+
+def finish_all(jobs, timeout):
+    """The [(output, errors), ...] and exit codes of processes, of which none is left over."""
+    try:
+        return [finish(job, timeout) for job in jobs], [job.returncode for job in jobs]
+    finally:
+        for job in jobs:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
 
 
 def two_nodes(folders, mnist, processes, hosts=("127.0.0.1", None), prefix=((), ()), **options):
@@ -236,7 +245,7 @@ def two_nodes(folders, mnist, processes, hosts=("127.0.0.1", None), prefix=((), 
         command += [f"--nproc_per_node={processes}", f"--node_rank={node}"]
         command += [f"--master_addr={hosts[0]}", f"--master_port={port}", ROOT / "ddp_train.py"]
         jobs.append(start([*prefix[node], *command, *options_of(mnist, folder / "out", options)]))
-    return [finish(job, 90) for job in jobs], [job.returncode for job in jobs]
+    return finish_all(jobs, 90)
 
 
 def assert_gone(text, seconds=5):

@@ -122,7 +122,7 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launchers(launcher, mnist, tmp_path):
-    words = options_of(mnist, tmp_path, QUICK)
+    words = options_of(mnist, tmp_path, {**QUICK, "device": "cpu"})
     done = run(*LAUNCHERS[launcher](), ROOT / "ddp_train.py", *words, LOCAL_RANK="")
     size = 1 if launcher == "plain" else 2
     assert done.stdout.startswith(
@@ -157,6 +157,7 @@ def test_both_spellings_of_the_local_rank_and_the_environment_wins(monkeypatch, 
 def test_what_a_run_prints_and_leaves(strategy, mnist, tmp_path):
     script = STRATEGIES[strategy]
     words = ["--data-dir", mnist, "--epochs", 2, "--batch-size", 100, "--log-interval", 4]
+    words += ["--device", "cpu"]
     done = run(script, *words, cwd=tmp_path, PYTHONWARNINGS="default" if OLD else "error")
     lines = done.stdout.splitlines()
     assert re.fullmatch(
