@@ -1,4 +1,4 @@
-"""How fast the three scripts are and what they need, each beside something to compare it with.
+"""How fast the three scripts are and what they need, each against something to compare it with.
 
     python benchmarks/benchmark.py --quick                      # the main table, in three minutes
     python benchmarks/benchmark.py --data-dir data              # all of it, in half an hour
@@ -12,9 +12,9 @@ runs of the same round. Figures are the median and in brackets the lowest and th
   single_gpu_train.py at the same time, the ceiling for DDP. Weak scaling: the batch per process
   is fixed; strong scaling: the global batch is. --also SCRIPT: a changed ddp_train.py in addition.
 - accuracy: from the start of the command to the end of the first epoch with 99 % or more on the
-  test images, beside the textbook recipe in loops.py; with all threads that PyTorch takes.
-- start: the complete command for one epoch, less its training, beside `import torch`.
-- memory: private memory of a DDP process at its peak, beside one that has only imported torch.
+  test images, against the textbook recipe in loops.py; with all threads that PyTorch takes.
+- start: the complete command for one epoch, less its training, against `import torch`.
+- memory: private memory of a DDP process at its peak, against one that has only imported torch.
 - growth: an epoch of 1, 2 and 4 times the data; of 1, 2 and 4 processes with one global batch.
 
 Start, memory and growth are measured on the CPU. But for the accuracy each process has one thread.
