@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -92,16 +93,21 @@ def start(command, cwd=None, **env):
 
 
 def finish(job, timeout=60):
-    """(output, errors) of a process when it has ended, without what gloo of PyTorch 2.8 prints."""
+    """(output, errors) of a process when it has ended."""
     try:
         out, errors = job.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(job.pid, signal.SIGKILL)  # a launcher leaves its workers behind
         raise
-    if "[Gloo]" in out:  # the ranks write it piece by piece, so that their pieces can mix
-        pieces = r"\[Gloo\] Rank |\d* is connected to |\d* peer ranks\. |Expected .* is : "
-        out = re.sub(r"^\d*\n", "", re.sub(pieces, "", out), flags=re.M)
-    return out, errors
+    return without_gloo(out), errors
+
+
+def without_gloo(text):
+    """Without what gloo of PyTorch 2.8 prints; the ranks write it piece by piece, so they mix."""
+    if "[Gloo]" not in text:
+        return text
+    pieces = r"\[Gloo\] Rank |\d* is connected to |\d* peer ranks\. |Expected .* is : "
+    return re.sub(r"^\d*\n", "", re.sub(pieces, "", text), flags=re.M)
 
 
 def run(*command, code=0, timeout=120, cwd=None, **env):
@@ -132,11 +138,41 @@ def train_command(strategy, data_dir, out, processes=None, script=None, fault=No
     return [*command, script, *options_of(data_dir, out, options)]
 
 
-def train(strategy, data_dir, out, code=0, timeout=120, cwd=None, env=None, fault=None, **options):
-    """Train in processes of their own; see train_command. fault: "RANK PLACE KIND" of faulty.py."""
+def train(
+    strategy, data_dir, out, code=0, timeout=120, cwd=ROOT, env=None, fault=None, fresh=False,
+    processes=None, script=None, **options
+):  # fmt: skip
+    """Train in processes of their own, ranks that get to know each other by the environment.
+
+    fresh: by new interpreters, and DDP by the launcher, which ends the others where one fails; so
+    it is with an exit code, and with a fault in it: "RANK PLACE KIND" of faulty.py.
+    """
     env = {**(env or {}), **({"FAULT": fault} if fault else {})}
-    command = train_command(strategy, data_dir, out, fault=fault, **options)
-    return run(*command, code=code, timeout=timeout, cwd=cwd, **env)
+    if fresh or fault or (processes and code):
+        command = train_command(strategy, data_dir, out, processes, script, fault, **options)
+        return run(*command, code=code, timeout=timeout, cwd=cwd, **env)
+    script, words = script or ROOT / STRATEGIES[strategy], options_of(data_dir, out, options)
+    outputs, codes = by_hand([words] * (processes or 1), script, timeout, cwd, env, bool(processes))
+    out, errors = map("".join, zip(*outputs))
+    returned = max(codes, key=abs)
+    assert code in (None, returned), f"{script} {words}\n{codes}\n{out}\n{errors}"
+    return subprocess.CompletedProcess([script, *words], returned, out, errors)
+
+
+def by_hand(options, script=ROOT / "ddp_train.py", timeout=60, cwd=ROOT, env=None, ddp=True):
+    """Run a script in a forked process for each list of options, with ddp as ranks of one world.
+
+    Returns [(output, errors), ...] and the exit codes.
+    """
+    size = str(len(options))
+    where = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+    where["MASTER_PORT"] = str(free_port())
+    ranks = []
+    for rank, words in enumerate(options):
+        world = {**where, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ddp else {}
+        ranks.append((words, {**os.environ, **world, **(env or {})}))
+    outputs, codes = forked.run(script, ranks, cwd, timeout)
+    return [(without_gloo(out), errors) for out, errors in outputs], codes
 
 
 @pytest.fixture
@@ -211,19 +247,6 @@ sys.argv[0] = {str(ROOT / script)!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """)
     return path
-
-
-def by_hand(ranks, command=(sys.executable, ROOT / "ddp_train.py"), timeout=60):
-    """Start the command once for each list of options, as ranks of one world.
-
-    Returns [(output, errors), ...] and the exit codes.
-    """
-    port, jobs = str(free_port()), []
-    for rank, options in enumerate(ranks):
-        here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(ranks))}
-        here.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        jobs.append(start([*command, *options], **here))
-    return finish_all(jobs, timeout)
 
 
 def finish_all(jobs, timeout):

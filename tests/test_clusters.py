@@ -1,20 +1,17 @@
 """The recipes for clusters: what the texts show is parsed, validated and, in small, executed."""
 
-import contextlib
 import importlib
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, free_port
+from conftest import ROOT, finish_all, free_port
+from conftest import start as start_command
+from markdown import marked, read
 
-TEXTS = sorted((ROOT / "docs").rglob("clusters.md"))
-BLOCK = re.compile(r"^<!-- cluster: ([\w ]+) -->\n```(\w+)\n(.*?)^```$", re.M | re.S)
-ENGLISH = ROOT / "docs" / "clusters.md"
 # Each stands for as many commands in the text; the value is the language of its block.
 NAMES = {
     "fetch": "bash",
@@ -37,13 +34,11 @@ SBATCH_OPTIONS = {  # of sbatch 22.05 to 25.05: those that a training could want
 }  # fmt: skip
 
 
-def blocks(path):
-    """{name: text} of the marked code blocks of a recipe; skips the test where there are none."""
-    found = BLOCK.findall(path.read_text(encoding="utf-8")) if path.exists() else []
-    if not found:
-        pytest.skip(f"no commands for clusters in {path.name}")
-    assert {name: language for name, language, _ in found} == NAMES and len(found) == len(NAMES)
-    return {name: text for name, _, text in found}
+def blocks(name="docs/clusters.md"):
+    """{name: text} of the marked code blocks of a recipe."""
+    found = marked(read(name), "cluster")
+    assert {name: block.language for name, block in found.items()} == NAMES
+    return {name: block.body for name, block in found.items()}
 
 
 def without_comments(text):
@@ -99,52 +94,34 @@ def write_program(path, text):
 
 def start(home, script, *options, **env):
     path = f"{home / '.venv' / 'bin'}:{os.environ['PATH']}"
-    return subprocess.Popen(
-        ["bash", "-c", script, "script", *options],
-        cwd=str(home),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        env={**os.environ, "PATH": path, **env},
-    )
+    return start_command(["bash", "-c", script, "script", *options], cwd=home, PATH=path, **env)
 
 
-def finish(*jobs, timeout=90):
-    """The standard outputs of jobs that must all succeed in time; nothing of them is left over."""
-    try:
-        outputs = [job.communicate(timeout=timeout) for job in jobs]
-    except subprocess.TimeoutExpired:
-        for job in jobs:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGTERM)  # a launcher then ends its processes
-        raise
-    assert [job.returncode for job in jobs] == [0] * len(jobs), outputs
+def finish(*jobs):
+    """The standard outputs of jobs that must all succeed in time."""
+    outputs, codes = finish_all(jobs, 90)
+    assert codes == [0] * len(jobs), outputs
     return [out for out, _ in outputs]
 
 
 def test_the_languages_have_the_same_blocks():
-    original = blocks(ENGLISH)
-    others = [path for path in TEXTS if path != ENGLISH]
-    assert others, "only one language"
-    for path in others:
-        translated = blocks(path)
-        for name, text in original.items():
-            assert without_comments(translated[name]) == without_comments(text), name
+    translated = blocks("docs/zh-CN/clusters.md")
+    for name, text in blocks().items():
+        assert without_comments(translated[name]) == without_comments(text), name
 
 
 @pytest.mark.parametrize("name", [name for name, language in NAMES.items() if language == "bash"])
 def test_shell_syntax(name):
-    done = subprocess.run(["bash", "-n"], input=blocks(ENGLISH)[name], text=True, timeout=20)
+    done = subprocess.run(["bash", "-n"], input=blocks()[name], text=True, timeout=20)
     assert done.returncode == 0
 
 
 def test_fetch(checkout):
-    assert finish(start(checkout, blocks(ENGLISH)["fetch"])) == ["MNIST is there\n"]
+    assert finish(start(checkout, blocks()["fetch"])) == ["MNIST is there\n"]
 
 
 def test_the_commands_of_the_nodes_fit_together(monkeypatch):
-    nodes = [check_launch(words(blocks(ENGLISH)[f"node {number}"]), monkeypatch) for number in "01"]
+    nodes = [check_launch(words(blocks()[f"node {number}"]), monkeypatch) for number in "01"]
     assert [launch.node_rank for launch, _ in nodes] == [0, 1]
     for launch, _ in nodes:
         launch.node_rank = None
@@ -157,7 +134,7 @@ def test_the_commands_of_the_nodes_run(checkout):
     port = free_port()
     jobs = []
     for number in "01":
-        command = blocks(ENGLISH)[f"node {number}"].strip()
+        command = blocks()[f"node {number}"].strip()
         for old, new in (("10.0.0.1", "127.0.0.1"), ("29500", str(port))):
             assert old in command
             command = command.replace(old, new)
@@ -179,10 +156,10 @@ def directives(text):
 
 
 def test_sbatch_options():
-    options = directives(blocks(ENGLISH)["sbatch"])
+    options = directives(blocks()["sbatch"])
     assert options and options.keys() <= SBATCH_OPTIONS
     assert options["gpus-per-node"] == options["ntasks-per-node"]  # one process per GPU
-    for line in blocks(ENGLISH)["submit"].splitlines():
+    for line in blocks()["submit"].splitlines():
         command = words(line)
         place = command.index("mnist.sbatch")
         assert command[0] == "sbatch"
@@ -192,8 +169,8 @@ def test_sbatch_options():
 
 
 def test_sbatch_hands_over_options_that_the_script_knows(monkeypatch):
-    command = re.search(r"exec python (ddp_train.py .*?)'", blocks(ENGLISH)["sbatch"])[1]
-    for line in blocks(ENGLISH)["submit"].splitlines():
+    command = re.search(r"exec python (ddp_train.py .*?)'", blocks()["sbatch"])[1]
+    for line in blocks()["submit"].splitlines():
         options = words(line.split("mnist.sbatch")[1])
         args = check_script([*words(command.replace('"$@"', "")), *options], monkeypatch)
         assert args.output_dir and args.resume and args.epochs == 5
@@ -201,12 +178,12 @@ def test_sbatch_hands_over_options_that_the_script_knows(monkeypatch):
 
 def test_torchrun_below_srun_and_on_platforms(monkeypatch):
     """The numbers of a node must be looked up on that node, not in the batch script."""
-    text = blocks(ENGLISH)["torchrun"]
+    text = blocks()["torchrun"]
     (quoted,) = re.findall(r"bash -c '([^']*)'", text)
     assert "SLURM_NODEID" not in text.replace(quoted, "")
     values = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "9"}
     values.update(WORLD_SIZE="2", RANK="1")
-    for command in (quoted, blocks(ENGLISH)["platform"]):
+    for command in (quoted, blocks()["platform"]):
         command = re.sub(r"\$(\w+)", lambda match: values[match[1]], command)
         launch, _ = check_launch(words(command), monkeypatch)
         assert (launch.nnodes, launch.node_rank, launch.master_port) == ("2", 1, 9)
@@ -228,7 +205,7 @@ def test_sbatch_script_runs(checkout):
     """With stand-ins for srun and scontrol; and once more, which resumes the checkpoint."""
     write_program(checkout / ".venv" / "bin" / "srun", SRUN)
     write_program(checkout / ".venv" / "bin" / "scontrol", "printf '127.0.0.1\\nsecond\\n'")
-    options = directives(blocks(ENGLISH)["sbatch"])
+    options = directives(blocks()["sbatch"])
     assert options["nodes"] == options["ntasks-per-node"] == "2"
     environment = {
         "SLURM_JOB_ID": str(free_port() % 10000),
@@ -237,7 +214,7 @@ def test_sbatch_script_runs(checkout):
         "SLURM_NTASKS_PER_NODE": options["ntasks-per-node"],
         "SLURM_CPUS_PER_TASK": options["cpus-per-task"],
     }
-    script = blocks(ENGLISH)["sbatch"]
+    script = blocks()["sbatch"]
     for epoch in "12":
         job = start(checkout, script, "--epochs", epoch, "--device", "cpu", **environment)
         (out,) = finish(job)
@@ -249,7 +226,7 @@ def test_sbatch_script_runs(checkout):
 
 def manifests():
     yaml = pytest.importorskip("yaml", reason="the manifests need PyYAML")
-    text = blocks(ENGLISH)["kubernetes"]
+    text = blocks()["kubernetes"]
     return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(text)}
 
 
@@ -307,7 +284,7 @@ def test_the_containers_run(checkout):
 
 
 def test_kubectl_names_what_the_manifest_has():
-    lines = blocks(ENGLISH)["kubectl"].splitlines()
+    lines = blocks()["kubectl"].splitlines()
     assert [words(line)[0] for line in lines] == ["kubectl"] * len(lines)
     labels = [word for line in lines for word in words(line) if "=" in word]
     assert labels == [f"job-name={manifests()['Job']['metadata']['name']}"]

@@ -6,25 +6,17 @@ by rank: what the ranks report must nevertheless be the loss and accuracy of the
 """
 
 import difflib
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, by_hand, launch_command, run
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchvision import datasets, models, transforms
 
-FOLDER = Path(__file__).resolve().parent.parent / "convert"
-ALONE = [sys.executable]
-LAUNCH = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3"]
+FOLDER = ROOT / "convert"
 TRAIN_COUNT, VAL_COUNT, CLASSES, EPOCHS = 24, 13, 3, 2
 LINE = re.compile(
     r"epoch (\d+)/\d+: train loss (\d+\.\d{4}), val loss (\d+\.\d{4}), accuracy (\d+\.\d\d)%"
@@ -47,35 +39,17 @@ def pictures(tmp_path_factory):
     return folder
 
 
-def free_port():
-    """A port that no process uses now: several tests may run at the same time."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def train(start, script, pictures, folder, *options):
+def train(script, pictures, folder, *options, processes=None, module=None):
     """Run a script of the example; return the lines that it printed."""
-    port = [] if start == ALONE else [f"--master_port={free_port()}"]
-    command = [*start, *port, str(FOLDER / script), "--data-dir", str(pictures)]
-    command += ["--output-dir", str(folder), "--image-size", "32", "--batch-size", "4"]
-    command += ["--epochs", str(EPOCHS), *options]
-    # What a launcher sets, and the GPUs, must not come from the machine of the test.
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    env = {name: value for name, value in os.environ.items() if name not in names}
-    env.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    process = subprocess.Popen(
-        command, env=env, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )
-    try:
-        printed, errors = process.communicate(timeout=240)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        printed, errors = process.communicate()
-        pytest.fail(f"{script} hung: {printed}{errors}")
-    assert process.returncode == 0, printed + errors
-    return printed.splitlines()
+    words = ["--data-dir", pictures, "--output-dir", folder, "--image-size", "32"]
+    words += ["--batch-size", "4", "--epochs", EPOCHS, *options]
+    if module:
+        launcher = launch_command(processes, module=module)
+        return run(*launcher, FOLDER / script, *words, timeout=240).stdout.splitlines()
+    ranks = [words] * (processes or 1)
+    outputs, codes = by_hand(ranks, FOLDER / script, 240, ddp=bool(processes))
+    assert not any(codes), outputs
+    return [line for out, _ in outputs for line in out.splitlines()]
 
 
 def curves(folder):
@@ -130,7 +104,7 @@ def check_alone(pictures, folder, *options):
     runs = []
     for script in ("train.py", "train_ddp.py"):
         output = folder / script
-        lines = train(ALONE, script, pictures, output, *options)
+        lines = train(script, pictures, output, *options)
         runs.append((lines, curves(output), check(output, lines, pictures)))
     (lines, values, weights), (ddp_lines, ddp_values, ddp_weights) = runs
     assert ddp_lines == lines
@@ -157,13 +131,29 @@ def test_one_process_gives_what_the_ordinary_script_gives(pictures, tmp_path):
 
 
 def test_two_processes_report_what_the_saved_network_gives(pictures, tmp_path):
-    lines = train(LAUNCH, "train_ddp.py", pictures, tmp_path, "--workers", "1")
+    lines = train(
+        "train_ddp.py",
+        pictures,
+        tmp_path,
+        "--workers",
+        "1",
+        processes=2,
+        module="torch.distributed.launch",
+    )
     check(tmp_path, lines, pictures)
 
 
 @pytest.mark.slow
 def test_three_processes_report_what_the_saved_network_gives(pictures, tmp_path):
-    lines = train(TORCHRUN, "train_ddp.py", pictures, tmp_path, "--workers", "0")
+    lines = train(
+        "train_ddp.py",
+        pictures,
+        tmp_path,
+        "--workers",
+        "0",
+        processes=3,
+        module="torch.distributed.run",
+    )
     check(tmp_path, lines, pictures)
 
 

@@ -65,7 +65,7 @@ def test_a_plain_loader(in_mnist_folder, workers):
     assert torch.equal(images[7], in_mnist_folder.train_dataset[7][0])
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_workers_that_start_anew(tmp_path, method):
     write_mnist(tmp_path / "data", 100, 20)
     script = tmp_path / "copied.py"

@@ -1,6 +1,6 @@
 """The documents cannot go stale: what they show is compared, parsed or run, in both languages.
 
-    python tests/test_docs.py --update  # writes today's diffs between the scripts into them
+python tests/test_docs.py --update  # writes today's diffs between the scripts into them
 """
 
 import ast
@@ -22,34 +22,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    SCRIPTS,
-    free_port,
-    launch_command,
-    run,
-    start,
-    write_mnist,
-)
+from conftest import ROOT, SCRIPTS, by_hand, free_port, launch_command, run, start, write_mnist
+from markdown import blocks, read, without_blocks
 
 ENGLISH = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 CHINESE = {name: name.replace("docs/", "docs/zh-CN/") for name in ENGLISH}
 CHINESE["README.md"] = "README.zh-CN.md"
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 RUN = ["README.md", "docs/misconceptions.md", "docs/techniques.md"]  # with blocks that are run
-
-
-def read(name):
-    return (ROOT / name).read_text(encoding="utf-8")
-
-
-def blocks(text, *languages):
-    """[(language, content)] of the fenced blocks, or of those in these languages."""
-    return [block for block in BLOCK.findall(text) if not languages or block[0] in languages]
-
-
-def without_blocks(text):
-    return BLOCK.sub("", text)
 
 
 def code_in(text):
@@ -70,7 +49,7 @@ def test_the_readmes_are_read_in_ten_minutes():
         text = read(name)
         code = blocks(text, "python", "bash", "diff", "text")
         assert len(text.splitlines()) <= 400
-        assert sum(len(body.splitlines()) for _, body in code) <= 120
+        assert sum(len(body.splitlines()) for _, _, body in code) <= 120
     words = re.findall(r"[\w…`'(-]*\w[^\s|]*", without_blocks(read("README.md")))
     assert len(words) <= 2000
 
@@ -105,13 +84,13 @@ def test_the_diffs_are_the_real_ones(pair, chinese):
     name, heading = SHOWN[pair]
     text = read(CHINESE[name] if chinese else name)
     first, last = section(text, heading)
-    shown = "".join(body for _, body in blocks(text[first:last], "diff"))
+    shown = "".join(body for _, _, body in blocks(text[first:last], "diff"))
     assert sorted(shown.splitlines()) == sorted(diff(*pair))
 
 
 @pytest.mark.parametrize("name", ["docs/diffs.md", CHINESE["docs/diffs.md"]])
 def test_the_annotated_listing_is_the_script(name):
-    shown = "".join(body for _, body in blocks(read(name), "py"))
+    shown = "".join(body for _, _, body in blocks(read(name), "py"))
     source = read("ddp_train.py")
     assert [line for line in shown.splitlines() if line] == list(filter(None, source.splitlines()))
 
@@ -122,7 +101,7 @@ def update():
         for path in (name, CHINESE[name]):
             text = read(path)
             first, last = section(text, heading)
-            old = "".join(body for _, body in blocks(text[first:last], "diff")).splitlines()
+            old = "".join(body for _, _, body in blocks(text[first:last], "diff")).splitlines()
             lines, new = list(old), diff(*pair)
             matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
             for kind, a, b, c, d in matcher.get_opcodes():
@@ -146,7 +125,7 @@ def update():
 def facts(text):
     """What must be equal in both languages: code but for comments, commands, numbers in tables."""
     found = []
-    for language, body in blocks(text, "python", "bash", "diff", "text", "yaml", "py"):
+    for _, language, body in blocks(text, "python", "bash", "diff", "text", "yaml", "py"):
         if language == "python":
             body = ast.dump(ast.parse(body))
         elif language != "text":
@@ -201,40 +180,19 @@ def test_links_resolve(name):
 
 # The Python blocks
 
-DRIVER = """
-import contextlib, io, os, runpy, sys, traceback
-import torch  # the slow imports, once for all
-rank = os.environ.get("RANK", "0")
-if "RANK" in os.environ:
-    with contextlib.suppress(ImportError):
-        import torch._dynamo  # DistributedDataParallel needs it in new versions
-for number, name in enumerate(sys.argv[2:]):  # each in a process and a group of its own
-    if os.fork():
-        if os.wait()[1]:
-            sys.exit(f"{name} failed")
-        continue
-    os.environ.update(MASTER_PORT=str(int(sys.argv[1]) + number), TORCHELASTIC_USE_AGENT_STORE="")
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        runpy.run_path(name, run_name="__main__")
-    with open(f"{name}.{rank}", "w") as file:
-        file.write(text.getvalue())
-    sys.exit()
-"""
-
 
 def python_blocks():
     """{file name: (content, expected output or None)}; a first line "# ... NAME.py" names it."""
     found = {}
     for document in RUN:
-        every = [*blocks(read(document)), ("", "")]
-        for (language, body), after in zip(every, every[1:]):
+        every = [*blocks(read(document)), ("", "", "")]
+        for (_, language, body), (_, next_language, next_body) in zip(every, every[1:]):
             if language != "python":
                 continue
             named = re.match(r"# .*?(\w+\.py)\n", body)
             name = named[1] if named else f"block{len(found)}.py"
             assert name not in found, name
-            found[name] = body, after[1] if after[0] == "text" else None
+            found[name] = body, next_body if next_language == "text" else None
     return found
 
 
@@ -248,40 +206,25 @@ def folder(tmp_path_factory):
     torch.save(Net().state_dict(), path / "model.pth")
     (path / "runs" / "mine").mkdir(parents=True)
     shutil.copy(path / "model.pth", path / "runs" / "mine")
-    (path / "driver.py").write_text(DRIVER)
     for name, (content, _) in python_blocks().items():
         (path / name).write_text(content)
     return path
-
-
-def run_blocks(folder, launcher, names, ranks):
-    port = free_port() % 20000 + 10000  # the first of a row of ports, below those that systems lend
-    run(*launcher, "driver.py", port, *names, cwd=folder, PYTHONPATH=str(ROOT), timeout=150)
-    for name in names:
-        outputs = [(folder / f"{name}.{rank}").read_text() for rank in range(ranks)]
-        expected = python_blocks()[name][1]
-        if expected is not None:
-            found = "".join(outputs).splitlines()
-            assert sorted(found) == sorted(expected.splitlines()), f"{name}: {found}"
 
 
 def of_torchrun(content):
     return content.startswith("# torchrun")
 
 
-def test_python_blocks_of_one_process(folder):
-    found = python_blocks()
-    names = [name for name, (content, _) in found.items() if not of_torchrun(content)]
-    names.remove("who.py")
-    assert len(names) >= 4
-    run_blocks(folder, [sys.executable], names, 1)
-
-
-def test_python_blocks_of_two_processes(folder):
-    found = python_blocks()
-    names = [name for name, (content, _) in found.items() if of_torchrun(content)]
-    assert len(names) >= 5
-    run_blocks(folder, launch_command(2, module="torch.distributed.run"), names, 2)
+@pytest.mark.parametrize("name", [name for name in python_blocks() if name != "who.py"])
+def test_python_blocks(name, folder):
+    content, expected = python_blocks()[name]
+    ddp = of_torchrun(content)
+    options, env = [[]] * (2 if ddp else 1), {"PYTHONPATH": str(ROOT)}
+    outputs, codes = by_hand(options, folder / name, 60, folder, env, ddp)
+    assert not any(codes), outputs
+    if expected is not None:
+        found = [line for out, _ in outputs for line in out.splitlines()]
+        assert sorted(found) == sorted(expected.splitlines())
 
 
 @pytest.mark.slow
@@ -298,7 +241,7 @@ def test_each_experiment_starts_by_the_line_that_it_names(folder, module):
 @pytest.mark.slow
 def test_shell_blocks_that_start_the_experiments(folder):
     every, count = blocks(read("docs/misconceptions.md")), 0
-    for (language, body), (_, expected) in zip(every, every[1:]):
+    for (_, language, body), (_, _, expected) in zip(every, every[1:]):
         if language == "bash" and "who.py" in body:
             body = body.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
             body = re.sub(r"(?<=--master_port=)\d+", str(free_port()), body)
@@ -363,7 +306,7 @@ def parse_command(words, monkeypatch):
 
 def commands(text):
     """Every command in the shell blocks, and those within the text."""
-    shell = "".join(body for _, body in blocks(text, "bash"))
+    shell = "".join(body for _, _, body in blocks(text, "bash"))
     for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"):  # of a platform
         shell = shell.replace(f"${name}", "1")
     lines = shell.replace("\\\n", "").split("\n")

@@ -223,9 +223,7 @@ sys.exit()
         pytest.param("single", None, BATCH_NORM, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_reported_is_what_the_saved_model_gives(
-    strategy, processes, code, mnist, tmp_path
-):
+def test_what_is_reported_is_what_the_saved_model_gives(strategy, processes, code, mnist, tmp_path):
     script = probe(tmp_path / "probe.py", code, STRATEGIES[strategy])
     out, options = tmp_path / "out", {"epochs": 1, "lr": 0.003, "batch_size": 8}
     done = train(strategy, mnist, out, script=script, processes=processes, **options)

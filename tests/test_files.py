@@ -1,11 +1,7 @@
 """The folder of a run and its surroundings: nothing is lost, odd machines are met with sense."""
 
-import builtins
-import importlib
-import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -51,7 +47,7 @@ def test_checkpoints_are_not_overwritten(train_here, strategy, mnist, finished):
 
 def test_ddp_refuses_once_for_all_ranks(mnist, finished):
     before = files_of(finished)
-    done = train("ddp", mnist, finished, 1, processes=3, **{**QUICK, "batch_size": 200})
+    done = train("ddp", mnist, finished, 1, fresh=True, processes=3, **{**QUICK, "batch_size": 200})
     assert "checkpoint.pth exists" in error_of(done) and done.stderr.count("Traceback") == 1
     assert before == files_of(finished)
 
@@ -72,40 +68,6 @@ def test_output_that_cannot_be_written(mnist, tmp_path, below):
     (tmp_path / "file").touch()
     done = train("single", mnist, tmp_path / "file" / below, 1, **QUICK)
     assert str(tmp_path / "file") in error_of(done) and "Traceback" not in done.stderr
-
-
-def test_saving_is_atomic_and_leaves_nothing_behind(monkeypatch, tmp_path):
-    path = tmp_path / "model.pth"
-    harness.save_file({"a": torch.ones(3)}, path)
-    before = path.read_bytes()
-
-    class Full:
-        """A file on a disk that is full after 10 bytes."""
-
-        def __init__(self, path, mode):
-            self.file = real_open(path, mode)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            self.file.close()
-
-        def write(self, data):
-            self.file.write(bytes(data)[:10])
-            raise OSError(28, "No space left on device")
-
-        def flush(self):
-            self.file.flush()
-
-        def fileno(self):
-            return self.file.fileno()
-
-    real_open = open
-    monkeypatch.setattr("builtins.open", Full)
-    with pytest.raises(harness.Problem, match=f"cannot save {path}.*No space left"):
-        harness.save_file({"a": torch.zeros(3)}, path)
-    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["model.pth"]
 
 
 def test_saving_changes_nothing_in_the_live_model(monkeypatch, train_here, mnist, tmp_path):
@@ -181,7 +143,7 @@ def test_training_without_curves(what, mnist, tmp_path):
     error = "AttributeError('broken')" if what.startswith("broken") else "ImportError('missing')"
     (tmp_path / module / "__init__.py").write_text(f"raise {error}")
     out, env = tmp_path / "out", {"PYTHONPATH": str(tmp_path)}
-    done = train("single", mnist, out, env=env, **QUICK)
+    done = train("single", mnist, out, env=env, fresh=True, **QUICK)
     assert len(epochs_of(done.stdout)) == 1 and not done.stderr
     assert (out / "checkpoint.pth").exists() and weights(out)
     if module == "tensorboard":
@@ -190,7 +152,7 @@ def test_training_without_curves(what, mnist, tmp_path):
 
 def test_paths_that_the_encoding_cannot_print(mnist, tmp_path):
     out = tmp_path / "运行 héllo"
-    done = train("single", mnist, out, env={"PYTHONIOENCODING": "cp1252"}, **QUICK)
+    done = train("single", mnist, out, env={"PYTHONIOENCODING": "cp1252"}, fresh=True, **QUICK)
     assert weights(out) and r"\u8fd0" in done.stdout
 
 
@@ -235,59 +197,6 @@ def test_read_only_data_and_checkout(mnist, tmp_path):
         pytest.skip("mounting needs root")
     assert done.returncode == 0, done.stderr
     assert len(epochs_of(done.stdout)) == 1
-
-
-# Called from Python, as in a notebook
-
-
-def state_of_the_process():
-    return signal.getsignal(signal.SIGINT), torch.distributed.is_initialized()
-
-
-def test_main_gives_everything_back(mnist, tmp_path, monkeypatch, capsys):
-    """A second run resumes the first one's folder, although sys.argv is the kernel's."""
-    monkeypatch.setattr(sys, "argv", ["kernel", "-f", "connection.json"])
-    before = state_of_the_process()
-    for epochs, strategy in enumerate(("ddp", "single", "ddp"), 1):
-        module = importlib.import_module(STRATEGIES[strategy][:-3])
-        words = {**QUICK, "epochs": epochs, "resume": True}
-        module.main(options_of(mnist, tmp_path, words))
-        assert state_of_the_process() == before
-        opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-        assert not [path for path in opened if path.startswith(str(tmp_path))]
-    assert "ddp_train.py: device" in capsys.readouterr().out
-    assert checkpoint(tmp_path)["epoch"] == 3
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, harness.Problem])
-def test_main_gives_everything_back_after_a_failure(error, mnist, tmp_path, monkeypatch):
-    before, module = state_of_the_process(), importlib.import_module("ddp_train")
-    for _ in range(2):  # the second would find the folder locked
-
-        def fail(*args):
-            raise error("now")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "evaluate", fail)
-            with pytest.raises(error, match="now"):
-                module.main(options_of(mnist, tmp_path, {**QUICK, "resume": True}))
-        assert state_of_the_process() == before
-    module.main(options_of(mnist, tmp_path, {**QUICK, "resume": True}))
-
-
-def test_the_kernel_of_a_notebook_lives_on(mnist, tmp_path, monkeypatch):
-    """%run calls start(main) in the kernel; its stop button raises KeyboardInterrupt."""
-    monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)
-    before = state_of_the_process()
-
-    def main():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        harness.start(main)
-    module = importlib.import_module("ddp_train")
-    harness.start(lambda: module.main(options_of(mnist, tmp_path, QUICK)))
-    assert state_of_the_process() == before and weights(tmp_path)
 
 
 @pytest.mark.slow
