@@ -1,7 +1,8 @@
 """MNIST, or synthetic digits where it cannot be had. Importing it touches neither disk nor network.
 
-    from data import train_dataset, test_dataset  # fetched and read at first use
+from data import train_dataset, test_dataset  # fetched and read at first use
 """
+
 import gzip
 import os
 import socket
@@ -17,8 +18,8 @@ from torch.utils.data import Dataset, TensorDataset
 from synthetic_digits import load_digits
 
 MEAN, STD = 0.1307, 0.3081  # of all pixels of MNIST's 60,000 training images, as a share of 255
-FILES = {"train-images-idx3-ubyte": 3, "train-labels-idx1-ubyte": 1,  # name: dimensions
-         "t10k-images-idx3-ubyte": 3, "t10k-labels-idx1-ubyte": 1}
+HALVES, KINDS = ("train", "t10k"), ("images-idx3-ubyte", "labels-idx1-ubyte")
+FILES = [f"{half}-{kind}" for half in HALVES for kind in KINDS]
 
 
 class Digits(Dataset):
@@ -95,8 +96,8 @@ def read_mnist(folder):
         return read_folder(folder)
     except Exception as error:  # whatever a network, a mirror or a disk can do
         reason = str(error).split("\n")[0] or type(error).__name__
-        raise FileNotFoundError(f"{problem}; downloading it failed: {reason}; "
-                                "copy the four files there by hand") from None
+        problem = f"{problem}; downloading it failed: {reason}"
+        raise FileNotFoundError(f"{problem}; copy the four files there by hand") from None
 
 
 def download_mnist(folder):
@@ -106,6 +107,7 @@ def download_mnist(folder):
     """
     from torchvision.datasets import MNIST  # a slow import: only the process that downloads pays
     from torchvision.datasets.utils import download_and_extract_archive
+
     folder.mkdir(parents=True, exist_ok=True)
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(10)
@@ -131,7 +133,7 @@ def read_folder(folder):
 
     Raises OSError or ValueError, which name what is missing, damaged or does not fit.
     """
-    arrays = [read_idx(Path(folder, name), dims) for name, dims in FILES.items()]
+    arrays = [read_idx(Path(folder, name), 3 if "images" in name else 1) for name in FILES]
     halves = tuple(zip(arrays[::2], arrays[1::2]))
     for images, labels in halves:
         if images.shape != (len(labels), 28, 28) or not len(labels) or labels.max() > 9:

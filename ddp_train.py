@@ -1,8 +1,9 @@
 """Train the CNN of model.py on the digits of data.py with DistributedDataParallel.
 
-    python -m torch.distributed.launch --nproc_per_node=2 ddp_train.py  # one process per GPU
-    torchrun --nproc_per_node=2 ddp_train.py --output-dir runs/mine --resume
+python -m torch.distributed.launch --nproc_per_node=2 ddp_train.py  # one process per GPU
+torchrun --nproc_per_node=2 ddp_train.py --output-dir runs/mine --resume
 """
+
 import os
 import random
 import time
@@ -26,8 +27,7 @@ def parse_args(argv=None):
     option("--batch-size", type=count, default=64, help="images per step and process (%(default)s)")
     option("--lr", type=real, default=0.05, help="peak of the one-cycle rate (%(default)s)")
     option("--seed", type=harness.above(-1, int), default=42, help="random seed (%(default)s)")
-    option("--dataset", choices=["auto", "mnist", "synthetic"], default="auto",
-           help="auto: MNIST if it is there or can be downloaded, else synthetic digits")
+    option("--dataset", choices=["auto", "mnist", "synthetic"], default="auto", help="see data.py")
     option("--data-dir", type=os.path.expanduser, default="data", help="folder of the data sets")
     option("--output-dir", type=os.path.expanduser, help="of the results (a new folder in runs)")
     option("--resume", action="store_true", help="continue from the checkpoint in --output-dir")
@@ -79,11 +79,10 @@ def main(argv=None):
     # Every rank shuffles alike and takes every world_size-th image, beginning with its rank-th.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     pinned = device.type == "cuda"  # only from pinned memory can a copy overlap with computing
-    # A data set of single samples, such as ImageFolder, needs no collate_fn.
-    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True,
-                              pin_memory=pinned, collate_fn=as_batch)
+    common = {"pin_memory": pinned, "collate_fn": as_batch}  # single samples need no collate_fn
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True, **common)
     share = range(rank, len(test_set), world_size)  # a DistributedSampler would repeat images
-    test_loader = DataLoader(test_set, 128, sampler=share, collate_fn=as_batch)
+    test_loader = DataLoader(test_set, 128, sampler=share, **common)
     steps = len(train_loader)
 
     set_seed(args.seed)

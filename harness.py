@@ -1,4 +1,5 @@
 """What surrounds a training: options, device, process group, files, log, errors. Skip it."""
+
 import argparse
 import builtins
 import ctypes
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 LONGEST_WAIT = timedelta(hours=1)  # of one rank for another, which may be downloading
 TASKS = "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"
@@ -63,10 +64,12 @@ def start(main):
 
 def cleanup(main):
     """Decorator of main(argv=None): at its end, also by an error, what it opened is closed."""
+
     @functools.wraps(main)
     def closing(argv=None):
         with at_the_end:
             return main(argv)
+
     return closing
 
 
@@ -82,6 +85,7 @@ def tell(text, error=None):
             return world["store"].wait(["told"], timedelta(seconds=10))
     if error and "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
         get_error_handler().record_exception(error)
     print(text, file=sys.stderr, flush=True)
     with suppress(Exception):
@@ -101,10 +105,12 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def above(lowest, kind):
     """The type of an option: a finite number of this kind (int or float) above `lowest`."""
+
     def number(text):
         if not lowest < kind(text) < math.inf:
             raise argparse.ArgumentTypeError(f"must be above {lowest}")
         return kind(text)
+
     return number
 
 
@@ -127,8 +133,8 @@ def pick_device(name, local_rank=None):
             print(f"warning: training on the CPU: {shortage}", flush=True)
     if name == "cuda":
         if gpus < processes:
-            raise Problem(f"--device cuda: {shortage if gpus else 'PyTorch sees no GPU here'}, "
-                          "or use --device cpu")
+            reason = shortage if gpus else "PyTorch sees no GPU here"
+            raise Problem(f"--device cuda: {reason}, or use --device cpu")
         torch.cuda.set_device(number)
         return torch.device("cuda", number)
     if sys.platform == "linux":
@@ -153,15 +159,16 @@ def join_group(backend):
     if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
         find_store()
     elif tasks > 1:
-        raise Problem(f"{tasks} tasks were started, but RANK is not set: start one torchrun per "
-                      "node, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT")
+        names = "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        problem = f"{tasks} tasks were started, but RANK is not set"
+        raise Problem(f"{problem}: start one torchrun per node, or set {names}")
     rank, size, store = world["rank"], world["size"], world["store"]
     store.set(f"backend of rank {rank}", backend)
     for other in range(size):
         theirs = store.get(f"backend of rank {other}").decode()
         if theirs != backend:
-            raise Problem(f"rank {rank} uses {backend}, rank {other} {theirs}: the same kind of "
-                          "--device is needed on all")
+            different = f"rank {rank} uses {backend}, rank {other} {theirs}"
+            raise Problem(f"{different}: the same kind of --device is needed on all")
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LONGEST_WAIT)
     at_the_end.push(leave_group)
     # Both are kept: to release a group of gloo, when its peers have left, can hang (PyTorch 2.0).
@@ -212,8 +219,8 @@ def open_folder(args, script, options, steps):
         if same[name] != value:
             raise Problem(f"{name} is {same[name]} on rank {world['rank']}, but {value} on rank 0")
     if steps == 0:
-        raise Problem(f"{options['images']} training images are less than one global batch of "
-                      f"{args.batch_size * world['size']}: use a smaller --batch-size")
+        few = f"{options['images']} training images are less than one global batch"
+        raise Problem(f"{few} of {args.batch_size * world['size']}: use a smaller --batch-size")
     new = of_rank_0(f"runs/{datetime.now():%Y%m%d-%H%M%S-%f}_{Path(script).stem}")
     folder, checkpoint = Path(args.output_dir or new), None
     path = folder / "checkpoint.pth"
@@ -231,6 +238,7 @@ def lock(folder):
     folder.mkdir(parents=True, exist_ok=True)
     try:
         import fcntl
+
         descriptor = os.open(folder, os.O_RDONLY)
         at_the_end.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -260,13 +268,13 @@ def read_checkpoint(path, args, options):
         raise Problem(f"cannot read {path} ({reason}): use another --output-dir") from None
     for name, value in options.items():
         if made.get(name) != value:
-            raise Problem(f"{path} was made with {name} {made.get(name)}, not {value}: use the "
-                          "same, or another --output-dir")
+            made_with = f"{path} was made with {name} {made.get(name)}, not {value}"
+            raise Problem(f"{made_with}: use the same, or another --output-dir")
     if epoch >= args.epochs:
         print(f"{path.parent} is finished: {epoch} of {args.epochs} epochs are done", flush=True)
     elif epochs != args.epochs:
-        print(f"--epochs was {epochs} and is {args.epochs}: the learning rate continues where a "
-              f"run of {args.epochs} epochs has it after epoch {epoch}", flush=True)
+        where = f"continues where a run of {args.epochs} epochs has it after epoch {epoch}"
+        print(f"--epochs was {epochs} and is {args.epochs}: the learning rate {where}", flush=True)
     return checkpoint
 
 
@@ -285,11 +293,10 @@ def load(checkpoint, net, optimizer):
 
 def save(folder, weights, optimizer, epoch, epochs, options):
     """Write model.pth (the weights) and checkpoint.pth after this epoch. May raise Problem."""
-    state = tree_map(lambda value: value.cpu() if isinstance(value, torch.Tensor) else value,
-                     optimizer.state_dict())
+    moments = tree_map_only(torch.Tensor, lambda value: value.cpu(), optimizer.state_dict())
+    state = dict(model=weights, optimizer=moments, epoch=epoch, epochs=epochs, options=options)
     save_file(weights, folder / "model.pth")
-    save_file(dict(model=weights, optimizer=state, epoch=epoch, epochs=epochs, options=options),
-              folder / "checkpoint.pth")
+    save_file(state, folder / "checkpoint.pth")
     if epoch == epochs:
         print(f"the model is in {folder / 'model.pth'}", flush=True)
 
@@ -323,10 +330,10 @@ class Log:
         self.epochs, self.steps, self.batch = args.epochs, steps, args.batch_size * size
         if world["rank"] == 0:
             backend = dist.get_backend() if dist.is_initialized() else "none"
-            print(f"{Path(script).name}: device {device}, backend {backend}, world size {size}"
-                  f", {self.name} ({self.images} + {len(test_set)} images), lr {args.lr}, "
-                  f"global batch {self.batch} = {args.batch_size} x {size}\n"
-                  f"the results go to {folder}", flush=True)
+            first = f"{Path(script).name}: device {device}, backend {backend}, world size {size}"
+            digits = f"{self.name} ({self.images} + {len(test_set)} images), lr {args.lr}"
+            batch = f"global batch {self.batch} = {args.batch_size} x {size}"
+            print(f"{first}, {digits}, {batch}\nthe results go to {folder}", flush=True)
             self.writer = open_writer(folder, start * self.images + 1)
 
     def train(self, epoch, step, loss, scheduler, steps, began):
@@ -334,15 +341,18 @@ class Log:
         rate = steps * self.batch / (time.perf_counter() - began)
         left = ((self.epochs - epoch) * self.steps - step) * self.batch / rate
         line = f"step {step}/{self.steps} loss {loss:.4f} {rate:.0f} images/s {left:.0f} s left"
-        self.write("train", epoch, epoch * self.images + step * self.batch, line, loss=loss,
-                   lr=scheduler.get_last_lr()[0], images_per_second=rate)
+        seen, lr = epoch * self.images + step * self.batch, scheduler.get_last_lr()[0]
+        self.write("train", epoch, seen, line, loss=loss, lr=lr, images_per_second=rate)
 
     def test(self, epoch, loss, correct, count):
         """The mean loss and the number of correct predictions of `count` images."""
-        line = (f"{self.name}: test loss {loss:.4f}  accuracy {100 * correct / count:.2f} % "
-                f"({correct:.0f}/{count:.0f})")
-        self.write("test", epoch, (epoch + 1) * self.images, line, loss=loss,
-                   accuracy=correct / count)
+        seen, share, counts = (
+            (epoch + 1) * self.images,
+            correct / count,
+            f"{correct:.0f}/{count:.0f}",
+        )
+        line = f"{self.name}: test loss {loss:.4f}  accuracy {100 * share:.2f} % ({counts})"
+        self.write("test", epoch, seen, line, loss=loss, accuracy=share)
 
     def write(self, part, epoch, seen, line, **curves):
         """Print the line and add the values to the curves."""
@@ -363,6 +373,7 @@ def open_writer(folder, first):
     resumed = any(folder.glob("events.out.tfevents.*"))
     try:
         from torch.utils.tensorboard import SummaryWriter  # slow, and may be missing
+
         writer = SummaryWriter(folder, purge_step=first if resumed else None)
     except Exception as error:  # whatever an import can raise
         return print(f"warning: no curves, as TensorBoard cannot be used: {error!r}", flush=True)

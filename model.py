@@ -1,4 +1,5 @@
 """The network that the three scripts train."""
+
 import torch.nn.functional as F
 from torch import nn
 

@@ -1,4 +1,5 @@
 """Digits drawn by the program, for machines that cannot download MNIST. Used by data.py alone."""
+
 import itertools
 import os
 from pathlib import Path
@@ -53,11 +54,11 @@ def draw_digits(count, seed):
     images = np.empty((count, 28, 28), np.uint8)
     # A quadratic B-spline: 8 dots per point, each a weighted mean of it and its two neighbours.
     t = (np.arange(8)[:, None] + 0.5) / 8
-    place = np.hstack(((1 - t) ** 2, 1 + 2 * t * (1 - t), t ** 2)) / 2
+    place = np.hstack(((1 - t) ** 2, 1 + 2 * t * (1 - t), t**2)) / 2
     slope = np.hstack((t - 1, 1 - 2 * t, t)) / 8  # the step from one dot to the next
     # About 250 images at a time, all of one digit written one way, to bound the memory.
     for start, digit, way in itertools.product(range(0, count, 7500), range(10), range(3)):
-        part = start + np.flatnonzero(labels[start:start + 7500] == digit)[way::3]
+        part = start + np.flatnonzero(labels[start : start + 7500] == digit)[way::3]
         n = len(part)
         triples = []
         for stroke in STROKES[digit].split("|")[way].split("/"):
@@ -78,7 +79,7 @@ def draw_digits(count, seed):
         dots -= (dots * ink).sum(1, keepdims=True) / ink.sum(1, keepdims=True)
         dots = dots * scale + 13.5 + pen * rng.normal(0, 0.35, dots.shape)  # rough edges
         # A dot is a round Gaussian blot, its row times its column profile; @ adds up the blots.
-        blots = np.exp(-((dots[..., None] - np.arange(28)) / pen[..., None]) ** 2 / 2)
+        blots = np.exp(-(((dots[..., None] - np.arange(28)) / pen[..., None]) ** 2) / 2)
         sums = (blots[:, :, 1] * ink * scale / pen).transpose(0, 2, 1) @ blots[:, :, 0]
         images[part] = 255 * np.clip(sums - 0.3, 0, 1)
     return images, labels

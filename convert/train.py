@@ -1,7 +1,8 @@
 """Train a ResNet-18 on a folder of pictures, on one GPU or on the CPU.
 
-    python train.py --data-dir pictures  # pictures/train/CLASS/*.png and pictures/val/CLASS/*.png
+python train.py --data-dir pictures  # pictures/train/CLASS/*.png and pictures/val/CLASS/*.png
 """
+
 import argparse
 import os
 
@@ -52,16 +53,16 @@ def main():
     args = parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = (args.image_size, args.image_size)
-    augment = transforms.Compose([transforms.RandomResizedCrop(size),
-                                  transforms.RandomHorizontalFlip(), transforms.ToTensor()])
+    crop, flip = transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()
+    augment = transforms.Compose([crop, flip, transforms.ToTensor()])
     plain = transforms.Compose([transforms.Resize(size), transforms.ToTensor()])
     train_set = datasets.ImageFolder(os.path.join(args.data_dir, "train"), augment)
     val_set = datasets.ImageFolder(os.path.join(args.data_dir, "val"), plain)
     assert train_set.classes == val_set.classes, "train/ and val/ need the same classes"
     order = torch.Generator()
     sampler = RandomSampler(train_set, generator=order)  # as shuffle=True, by its own seed
-    loading = {"batch_size": args.batch_size, "num_workers": args.workers,
-               "pin_memory": device.type == "cuda"}
+    pinned = device.type == "cuda"
+    loading = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=pinned)
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 
@@ -88,8 +89,8 @@ def main():
         scheduler.step()
         train_loss = train_loss.item() / len(train_loader)
         val_loss, accuracy = evaluate(net, val_loader, device)
-        print(f"epoch {epoch + 1}/{args.epochs}: train loss {train_loss:.4f}, "
-              f"val loss {val_loss:.4f}, accuracy {accuracy:.2%}", flush=True)
+        losses = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}"
+        print(f"epoch {epoch + 1}/{args.epochs}: {losses}, accuracy {accuracy:.2%}", flush=True)
         writer.add_scalar("loss/train", train_loss, epoch + 1)
         writer.add_scalar("loss/val", val_loss, epoch + 1)
         writer.add_scalar("accuracy/val", accuracy, epoch + 1)

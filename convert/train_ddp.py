@@ -1,8 +1,9 @@
 """Train a ResNet-18 on a folder of pictures, with one process per GPU; train.py converted.
 
-    python -m torch.distributed.launch --nproc_per_node=2 train_ddp.py --data-dir pictures
-    torchrun --nproc_per_node=2 train_ddp.py --data-dir pictures
+python -m torch.distributed.launch --nproc_per_node=2 train_ddp.py --data-dir pictures
+torchrun --nproc_per_node=2 train_ddp.py --data-dir pictures
 """
+
 import argparse
 import os
 
@@ -67,15 +68,15 @@ def main():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     size = (args.image_size, args.image_size)
-    augment = transforms.Compose([transforms.RandomResizedCrop(size),
-                                  transforms.RandomHorizontalFlip(), transforms.ToTensor()])
+    crop, flip = transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()
+    augment = transforms.Compose([crop, flip, transforms.ToTensor()])
     plain = transforms.Compose([transforms.Resize(size), transforms.ToTensor()])
     train_set = datasets.ImageFolder(os.path.join(args.data_dir, "train"), augment)
     val_set = datasets.ImageFolder(os.path.join(args.data_dir, "val"), plain)
     assert train_set.classes == val_set.classes, "train/ and val/ need the same classes"
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # it shuffles
-    loading = {"batch_size": args.batch_size, "num_workers": args.workers,
-               "pin_memory": device.type == "cuda"}
+    pinned = device.type == "cuda"
+    loading = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=pinned)
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, sampler=range(rank, len(val_set), world_size), **loading)
 
@@ -106,8 +107,8 @@ def main():
         val_loss, accuracy = evaluate(net, val_loader, device)
         if rank > 0:
             continue  # only rank 0 prints, logs and saves
-        print(f"epoch {epoch + 1}/{args.epochs}: train loss {train_loss:.4f}, "
-              f"val loss {val_loss:.4f}, accuracy {accuracy:.2%}", flush=True)
+        losses = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}"
+        print(f"epoch {epoch + 1}/{args.epochs}: {losses}, accuracy {accuracy:.2%}", flush=True)
         writer.add_scalar("loss/train", train_loss, epoch + 1)
         writer.add_scalar("loss/val", val_loss, epoch + 1)
         writer.add_scalar("accuracy/val", accuracy, epoch + 1)

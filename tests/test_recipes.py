@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -298,7 +299,10 @@ def test_gradients_in_shared_memory(processes, tmp_path):
     own = {"batch_size": 12 // processes, "processes": processes, "script": script}
     train_plain("ddp", data_dir, tmp_path / "out", cwd=script.parent, **own, **options)
     assert distance(weights(tmp_path / "plain"), weights(tmp_path / "out")) < 1e-5
-    assert not list(Path("/dev/shm").glob("gradients-*"))
+    end = time.monotonic() + 20  # another test may have one for a moment
+    while list(Path("/dev/shm").glob("gradients-*")):
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 @needs_patch
