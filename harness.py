@@ -78,11 +78,15 @@ def tell(text, error=None):
 
     The others wait until it has told, as a launcher ends all ranks as soon as one has left.
     """
-    with suppress(Exception):  # the host of the store may have left already
-        if world["store"] is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        if world["store"] is None and launched:
             find_store()  # the launcher's, which does not wait for the ranks
         if world["store"] and world["store"].add("problems", 1) > 1:
             return world["store"].wait(["told"], timedelta(seconds=10))
+    except Exception:  # the host of the store has left: without a launcher, rank 0
+        if world["rank"] > 0 and not launched:
+            text = f"rank {world['rank']} ends because rank 0 has ended: see what that one said"
     if error and "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -26,7 +26,7 @@ while read -r version packages; do
   env="$folder/$(echo "$version $packages" | tr -cs 'a-z0-9.\n' '-')"
   [ -d "$env" ] || "$python" -m venv "$env"
   # shellcheck disable=SC2086
-  if "$env/bin/python" -m pip install -q $packages tensorboard pytest >"$env/pip.log" 2>&1 &&
+  if "$env/bin/python" -m pip install -q $packages -r tests/requirements.txt >"$env/pip.log" 2>&1 &&
     "$env/bin/python" -m pytest tests -q >"$env/pytest.log" 2>&1; then
     result=PASSED
   else

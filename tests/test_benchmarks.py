@@ -1,9 +1,11 @@
 """The benchmark's arithmetic, its table, what it refuses and leaves behind; never its speed."""
 
+import os
 import re
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, run
@@ -117,3 +119,12 @@ def test_what_a_training_costs_besides_its_steps(mnist, tmp_path):
         middle, low, high = (float(number.replace(",", "")) for number in figure)
         assert 0 < low == middle == high
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(benchmark.torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_the_gpu_script_says_what_is_missing(mnist):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = run("bash", ROOT / "benchmarks" / "gpu.sh", mnist, code=1, timeout=200, PATH=path)
+    assert "passed" in done.stdout and "needs a GPU" in done.stdout
+    assert done.stderr.endswith("PyTorch sees no GPU here, or use --device cpu\n")

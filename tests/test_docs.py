@@ -536,6 +536,52 @@ def test_messages_are_the_real_ones(start_of, mnist, tmp_path):
     assert any(seen) if start_of == "Timed out" else all(seen), found[-3000:]
 
 
+# The tools for a run that stands still
+
+HANG = """
+import os, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", timeout=timedelta(seconds=int(sys.argv[1])))
+print("rank", dist.get_rank(), "is", os.getpid(), flush=True)
+if dist.get_rank() == 1:
+    time.sleep(60)  # the planted fault: it skips what the others wait in
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["timeout=", "TORCH_DISTRIBUTED_DEBUG=DETAIL", "py-spy dump"])
+def test_what_the_tools_show_of_a_hang(tool, tmp_path):
+    cells = [row for row in rows(read("docs/techniques.md")) if tool in row[0]]
+    assert len(cells) == 1
+    path = tmp_path / "hang.py"
+    path.write_text(HANG)
+    command = [*launch_command(3, module="torch.distributed.run"), path]
+    if tool == "py-spy dump":
+        if shutil.which("py-spy", path=Path(sys.executable).parent) is None:
+            pytest.skip("py-spy is not installed")
+        job = start([*command, 60])
+        pids = dict(job.stdout.readline().split()[1::2] for _ in range(3))
+        time.sleep(2)
+        py_spy = [Path(sys.executable).parent / "py-spy", "dump", "--pid"]
+        stacks = {rank: run(*py_spy, pid, code=None) for rank, pid in pids.items()}
+        os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
+        if any(done.returncode for done in stacks.values()):
+            pytest.skip("py-spy may not look into other processes here")
+        waiting = [rank for rank, done in stacks.items() if "all_reduce (" in done.stdout]
+        assert sorted(waiting) == ["0", "2"]
+    elif tool == "timeout=":
+        errors = run(*command, 8, code=1).stderr
+        assert "Timed out waiting 8000ms for recv operation to complete" in errors
+        assert "hang.py" in errors and "Timed out waiting 8000ms for recv" in cells[0][1]
+    else:
+        errors = run(*command, 8, code=1, TORCH_DISTRIBUTED_DEBUG="DETAIL").stderr
+        assert "Ranks 1 failed to pass monitoredBarrier" in errors
+
+
 if __name__ == "__main__":
     assert sys.argv[1:] == ["--update"], __doc__
     update()

@@ -208,10 +208,28 @@ def test_two_runs_started_in_the_same_second_do_not_share_a_folder(mnist, tmp_pa
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
-def test_fewer_images_than_a_global_batch(mnist, tmp_path):
+def test_fewer_images_than_a_global_batch(mnist, tmp_path, train_here):
+    for strategy in ("single", "data_parallel"):
+        with pytest.raises(harness.Problem, match="1001 training images .* global batch of 1002: "):
+            train_here(strategy, mnist, tmp_path / "out", batch_size=1002)
     done = train("ddp", mnist, tmp_path / "out", 1, processes=2, batch_size=501)
     assert "1001 training images are less than one global batch of 1002" in error_of(done)
     assert not (tmp_path / "out").exists()
+
+
+def test_without_a_launcher_the_reason_is_told_once(mnist, tmp_path):
+    """Rank 0 has the store: when it has gone first, the others point at it."""
+    code = """
+import harness
+tell = harness.tell
+harness.tell = lambda *args: (time.sleep(2 * (os.environ["RANK"] == "1")), tell(*args))
+"""
+    script = probe(tmp_path / "probe.py", code)
+    words = options_of(mnist, tmp_path / "out", {"batch_size": 501})
+    outputs, codes = by_hand([words, words], script)
+    assert codes == [1, 1] and "error: 1001 training images are less" in outputs[0][1]
+    assert "error: " not in outputs[1][1] and "Traceback" not in outputs[1][1]
+    assert "rank 1 ends because rank 0 has ended: see what that one said\n" in outputs[1][1]
 
 
 def test_an_old_pytorch_with_a_new_numpy(mnist, tmp_path):

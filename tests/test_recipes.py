@@ -597,13 +597,13 @@ def test_wrong_images_are_shown(mnist, tmp_path):
     assert wrong and set(tags) == expected
 
 
-@pytest.mark.parametrize("name", DOCS)
-def test_the_notebook_runs(name, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch):
     """In a real kernel, whose directory is empty before."""
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
     nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
     pytest.importorskip("ipykernel", reason="needs ipykernel")
-    (block,) = blocks(read(name), "jupyter")
+    (block,) = blocks(read(DOCS[0]), "jupyter")
     cells = re.split(r"^# In \[\d\]:\n", block.body, flags=re.M)[1:]
     torchrun = [cell for cell in cells if cell.startswith("!torchrun")]
     assert len(cells) == 3 and torchrun == [cells[1]]
