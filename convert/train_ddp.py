@@ -83,7 +83,6 @@ def main():
 
     torch.manual_seed(args.seed)
     net = models.resnet18(num_classes=len(train_set.classes)).to(device)
-    # For BatchNorm over all GPUs: net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     model = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=args.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)
@@ -118,7 +117,8 @@ def main():
             best = accuracy
             save(net, os.path.join(writer.log_dir, "best.pth"))
     dist.destroy_process_group()
-    os._exit(0)  # all is on the disk; Python's own end can hang in gloo's threads (PyTorch 2.0)
+    print(end="", flush=True)  # os._exit closes nothing: the writer and the files are flushed above
+    os._exit(0)  # Python's own end can hang in gloo's threads (PyTorch 2.0)
 
 
 if __name__ == "__main__":
