@@ -37,7 +37,7 @@ def start(main):
     """Call main() and end the process, with exit code 0, or 1 and a line about what went wrong."""
     if hasattr(builtins, "__IPYTHON__"):
         return main()  # a notebook shows errors itself, and its kernel must live on
-    code, hook = 1, threading.excepthook
+    code, text, failure, hook = 1, "", None, threading.excepthook
     # TensorBoard raises again here what its thread has met, such as a full disk: once is enough.
     threading.excepthook = lambda thread: isinstance(thread.exc_value, OSError) or hook(thread)
     try:
@@ -49,11 +49,13 @@ def start(main):
     except BrokenPipeError:
         pass  # `| head` has seen enough
     except KeyboardInterrupt:
-        tell("stopped: --resume continues after the last complete epoch")
+        text = "stopped: --resume continues after the last complete epoch"
     except (Problem, OSError) as error:
-        tell(f"error: {error}")
+        text = f"error: {error}"
     except Exception as error:
-        tell(traceback.format_exc(), error)
+        text, failure = traceback.format_exc(), error
+    if text:  # not above: Python 3.8 can loop in an except block, where an error is its own context
+        tell(text, failure)
     with suppress(OSError):
         sys.stdout.flush()
     if code or world["store"]:
