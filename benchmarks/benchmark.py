@@ -33,7 +33,6 @@ import harness  # noqa: E402
 from data import load_datasets  # noqa: E402
 
 SINGLE, PARALLEL, DDP = "single_gpu_train.py", "data_parallel_train.py", "ddp_train.py"
-QUICK_IMAGES = 16000
 # Without the last two, glibc may give memory back after each step: a loop is up to 1.6 times slower
 # or not, by the luck of its heap's layout. The scripts set the like themselves.
 ENVIRONMENT = {
@@ -296,7 +295,7 @@ PARTS = {part.__name__: part for part in (throughput, accuracy, start, memory, g
 def main():
     args = parse_args()
     args.sets = load_datasets(data_dir=args.data_dir)
-    most = QUICK_IMAGES if args.quick else None
+    most = 16000 if args.quick else None
     args.images = len(args.sets[0].tensors[1][:most])
     possible = {"accuracy": args.sets[0].name == "mnist", "memory": sys.platform == "linux"}
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # which tidies up
@@ -315,5 +314,5 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (harness.Problem, OSError) as error:
-        sys.exit(f"error: {error}")
+    except (harness.Problem, OSError, KeyboardInterrupt) as error:
+        sys.exit(f"error: {str(error) or 'stopped'}")

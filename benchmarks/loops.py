@@ -11,6 +11,7 @@ import time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torchvision import datasets, transforms
 
 from data import MEAN, STD, load_datasets
 from model import Net
@@ -50,8 +51,6 @@ def bare(data_dir, device, epochs, batch_size):
 
 
 def usual_loader(data_dir, train, batch_size):
-    from torchvision import datasets, transforms
-
     steps = transforms.Compose([transforms.ToTensor(), transforms.Normalize((MEAN,), (STD,))])
     digits = datasets.MNIST(data_dir, train=train, transform=steps)
     return DataLoader(digits, batch_size, shuffle=train, drop_last=train)
@@ -63,7 +62,6 @@ def conventional(data_dir, device, epochs, batch_size):
 
 
 def textbook(data_dir, device, epochs, batch_size):
-    torch.manual_seed(1)
     convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU()]
     hidden = [nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(), nn.Linear(9216, 128), nn.ReLU()]
     net = nn.Sequential(*convolutions, *hidden, nn.Dropout(0.5), nn.Linear(128, 10)).to(device)

@@ -6,6 +6,7 @@ A new interpreter needs 3 s for its imports, a launcher and two workers 6 s: mos
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ def child(script, words, env, cwd, streams):
     """What the new process does."""
     multiprocessing.set_start_method(None, force=True)  # the usual one, for the loaders' workers
     os.setsid()
+    if hasattr(signal, "alarm"):
+        signal.alarm(600)  # nothing is left over where the tests are killed
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

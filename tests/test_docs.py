@@ -560,7 +560,7 @@ def test_what_the_tools_show_of_a_hang(tool, tmp_path):
     path.write_text(HANG)
     command = [*launch_command(3, module="torch.distributed.run"), path]
     if tool == "py-spy dump":
-        if shutil.which("py-spy", path=Path(sys.executable).parent) is None:
+        if shutil.which("py-spy", path=str(Path(sys.executable).parent)) is None:
             pytest.skip("py-spy is not installed")
         job = start([*command, 60])
         pids = dict(job.stdout.readline().split()[1::2] for _ in range(3))

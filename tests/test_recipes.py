@@ -221,11 +221,9 @@ def test_a_stream_gives_each_sample_once(processes, mnist, tmp_path):
     """The shares of 1,001 images end at different moments; the batches are those of one process."""
     script = changed("stream", tmp_path / "patched")
     text = script.read_text()
-    seen = "                break\n"
-    assert text.count(seen) == 1
-    script.write_text(
-        text.replace(seen, f"{seen}            rank or print('seen', count.item())\n")
-    )
+    copied = "            images = images.to("
+    assert text.count(copied) == 1
+    script.write_text(text.replace(copied, f"            print('seen', len(labels))\n{copied}"))
     options = {"epochs": 2, "lr": SMALL_LR, "log_interval": 100}
     for count in {1, processes}:
         own = {"processes": count, "batch_size": 48 // count, **options}
@@ -285,6 +283,10 @@ def test_fully_shard_resumes_with_another_number_of_processes(mnist, tmp_path):
         assert [line[0] for line in epochs_of(done.stdout)] == [str(epochs)]
         assert [path.name for path in (tmp_path / "out").glob("shards-*")] == [f"shards-{epochs}"]
     assert distance(weights(tmp_path / "plain"), weights(tmp_path / "out")) < 1e-5
+    shard = next((tmp_path / "out" / "shards-3").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:1000])
+    done = train(script, mnist, tmp_path / "out", code=1, **{**own, "epochs": 4, "processes": 2})
+    assert error_of(done) == f"error: {tmp_path / 'out'}: no complete shards of epoch 3"
 
 
 @needs_patch
@@ -534,13 +536,14 @@ def test_an_image_folder(tmp_path):
 
 @needs_patch
 @pytest.mark.slow
-def test_fully_shard_evaluates_every_image_once(tmp_path):
-    """257 and 256 test images: rank 0 has a third batch, and the forward passes must match."""
+@pytest.mark.parametrize("images", [513, 1])
+def test_fully_shard_evaluates_every_image_once(images, tmp_path):
+    """257 and 256 images: rank 0 has a third batch, and the forward passes must match; 1 and 0."""
     may_run_on_the_cpu("fsdp")
-    data_dir = write_mnist(tmp_path / "data", 150, 513)
+    data_dir = write_mnist(tmp_path / "data", 150, images)
     script = changed("fsdp", tmp_path / "patched")
     done = train(script, data_dir, tmp_path / "out", epochs=2, batch_size=50)
-    assert [line[5] for line in epochs_of(done.stdout)] == ["513", "513"]
+    assert [line[5] for line in epochs_of(done.stdout)] == [str(images)] * 2
 
 
 def images_of(folder):
@@ -577,6 +580,15 @@ def test_the_confusion_matrix_counts_all_ranks(processes, mnist, tmp_path):
         10::20, 10::20, 0
     ]
     assert (picture - 255 * matrix / matrix.sum(1, keepdim=True)).abs().max() <= 1
+
+
+@needs_patch
+@pytest.mark.slow
+def test_a_confusion_matrix_of_which_a_rank_has_nothing(tmp_path):
+    data_dir = write_mnist(tmp_path / "data", 100, 1)
+    script = changed("confusion", tmp_path / "patched")
+    train(script, data_dir, tmp_path / "out", epochs=1, batch_size=50)
+    assert (images_of(tmp_path / "out")["test/confusion"] > 0).sum() == 20 * 20
 
 
 @needs_patch
