@@ -544,7 +544,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 dist.init_process_group("gloo", timeout=timedelta(seconds=int(sys.argv[1])))
-print("rank", dist.get_rank(), "is", os.getpid(), flush=True)
+os.write(1, b"rank %d is %d\\n" % (dist.get_rank(), os.getpid()))  # at once: lines do not mix
 if dist.get_rank() == 1:
     time.sleep(60)  # the planted fault: it skips what the others wait in
 dist.all_reduce(torch.ones(1))
@@ -552,7 +552,9 @@ dist.all_reduce(torch.ones(1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", ["timeout=", "TORCH_DISTRIBUTED_DEBUG=DETAIL", "py-spy dump"])
+@pytest.mark.parametrize(
+    "tool", ["timeout=timedelta", "TORCH_DISTRIBUTED_DEBUG=DETAIL", "py-spy dump"]
+)
 def test_what_the_tools_show_of_a_hang(tool, tmp_path):
     cells = [row for row in rows(read("docs/techniques.md")) if tool in row[0]]
     assert len(cells) == 1
@@ -573,7 +575,7 @@ def test_what_the_tools_show_of_a_hang(tool, tmp_path):
             pytest.skip("py-spy may not look into other processes here")
         waiting = [rank for rank, done in stacks.items() if "all_reduce (" in done.stdout]
         assert sorted(waiting) == ["0", "2"]
-    elif tool == "timeout=":
+    elif tool == "timeout=timedelta":
         errors = run(*command, 8, code=1).stderr
         assert "Timed out waiting 8000ms for recv operation to complete" in errors
         assert "hang.py" in errors and "Timed out waiting 8000ms for recv" in cells[0][1]
