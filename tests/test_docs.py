@@ -569,8 +569,9 @@ def test_what_the_tools_show_of_a_hang(tool, tmp_path):
         time.sleep(2)
         py_spy = [Path(sys.executable).parent / "py-spy", "dump", "--pid"]
         stacks = {rank: run(*py_spy, pid, code=None) for rank, pid in pids.items()}
-        os.killpg(job.pid, signal.SIGKILL)
-        job.communicate()
+        for pid in (job.pid, *map(int, pids.values())):  # the ranks have groups of their own
+            os.kill(pid, signal.SIGKILL)
+        job.communicate(timeout=20)
         if any(done.returncode for done in stacks.values()):
             pytest.skip("py-spy may not look into other processes here")
         waiting = [rank for rank, done in stacks.items() if "all_reduce (" in done.stdout]
