@@ -92,7 +92,11 @@ def tell(text, error=None):
     if error and "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)
+        with suppress(type(error)):
+            try:
+                raise error  # the report takes its traceback from what is being handled
+            finally:
+                get_error_handler().record_exception(error)
     print(text, file=sys.stderr, flush=True)
     with suppress(Exception):
         world["store"].set("told", "yes")

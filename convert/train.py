@@ -63,7 +63,6 @@ def main():
     sampler = RandomSampler(train_set, generator=order)  # as shuffle=True, by its own seed
     pinned = device.type == "cuda"
     loading = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=pinned)
-    loading["persistent_workers"] = args.workers > 0  # else they would start again in each epoch
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 

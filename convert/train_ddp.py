@@ -77,7 +77,6 @@ def main():
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # it shuffles
     pinned = device.type == "cuda"
     loading = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=pinned)
-    loading["persistent_workers"] = args.workers > 0  # else they would start again in each epoch
     loading["multiprocessing_context"] = "forkserver" if args.workers else None  # not fork: NCCL
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, sampler=range(rank, len(val_set), world_size), **loading)
