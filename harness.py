@@ -92,11 +92,10 @@ def tell(text, error=None):
     if error and "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        with suppress(type(error)):
-            try:
-                raise error  # the report takes its traceback from what is being handled
-            finally:
-                get_error_handler().record_exception(error)
+        try:
+            raise error  # the report takes its traceback from what is being handled
+        except type(error):
+            get_error_handler().record_exception(error)
     print(text, file=sys.stderr, flush=True)
     with suppress(Exception):
         world["store"].set("told", "yes")
@@ -356,13 +355,10 @@ class Log:
 
     def test(self, epoch, loss, correct, count):
         """The mean loss and the number of correct predictions of `count` images."""
-        seen, share, counts = (
-            (epoch + 1) * self.images,
-            correct / count,
-            f"{correct:.0f}/{count:.0f}",
-        )
-        line = f"{self.name}: test loss {loss:.4f}  accuracy {100 * share:.2f} % ({counts})"
-        self.write("test", epoch, seen, line, loss=loss, accuracy=share)
+        percent, counts = f"{100 * correct / count:.2f} %", f"{correct:.0f}/{count:.0f}"
+        line = f"{self.name}: test loss {loss:.4f}  accuracy {percent} ({counts})"
+        seen = (epoch + 1) * self.images
+        self.write("test", epoch, seen, line, loss=loss, accuracy=correct / count)
 
     def write(self, part, epoch, seen, line, **curves):
         """Print the line and add the values to the curves."""

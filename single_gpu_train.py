@@ -25,7 +25,8 @@ def parse_args(argv=None):
     option("--batch-size", type=count, default=64, help="images per step (%(default)s)")
     option("--lr", type=real, default=0.05, help="peak of the one-cycle rate (%(default)s)")
     option("--seed", type=harness.above(-1, int), default=42, help="random seed (%(default)s)")
-    option("--dataset", choices=["auto", "mnist", "synthetic"], default="auto", help="see data.py")
+    auto = "auto: MNIST if it is there or can be downloaded, else synthetic digits"
+    option("--dataset", choices=["auto", "mnist", "synthetic"], default="auto", help=auto)
     option("--data-dir", type=os.path.expanduser, default="data", help="folder of the data sets")
     option("--output-dir", type=os.path.expanduser, help="of the results (a new folder in runs)")
     option("--resume", action="store_true", help="continue from the checkpoint in --output-dir")

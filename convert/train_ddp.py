@@ -77,7 +77,7 @@ def main():
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)  # it shuffles
     pinned = device.type == "cuda"
     loading = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=pinned)
-    loading["multiprocessing_context"] = "forkserver" if args.workers else None  # not fork: NCCL
+    loading["multiprocessing_context"] = "spawn" if args.workers else None  # not fork: NCCL
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, sampler=range(rank, len(val_set), world_size), **loading)
 

@@ -36,6 +36,8 @@ os.environ.update(
     https_proxy="http://127.0.0.1:9",
 )
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's job in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def write_idx(path, array):

@@ -7,11 +7,15 @@ by rank: what the ranks report must nevertheless be the loss and accuracy of the
 
 import difflib
 import re
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, by_hand, launch_command, run
+from conftest import ROOT, by_hand, launch_command, run, start
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchvision import datasets, models, transforms
@@ -137,9 +141,9 @@ def test_two_processes_report_what_the_saved_network_gives(pictures, tmp_path):
 
 
 @pytest.mark.slow
-def test_three_processes_report_what_the_saved_network_gives(pictures, tmp_path):
+def test_three_processes_with_workers(pictures, tmp_path):
     launcher = {"processes": 3, "module": "torch.distributed.run"}
-    lines = train("train_ddp.py", pictures, tmp_path, "--workers", "0", **launcher)
+    lines = train("train_ddp.py", pictures, tmp_path, "--workers", "1", **launcher)
     check(tmp_path, lines, pictures)
 
 
@@ -147,3 +151,27 @@ def test_three_processes_report_what_the_saved_network_gives(pictures, tmp_path)
 def test_one_process_with_workers(pictures, tmp_path):
     """Those of the converted script start from a clean process; they draw the same numbers."""
     check_alone(pictures, tmp_path, "--workers", "2", "--seed", "7", "--lr", "0.003")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_no_worker_is_left_when_the_training_is_killed(pictures, tmp_path):
+    words = ["--data-dir", pictures, "--output-dir", tmp_path, "--image-size", "32"]
+    words += ["--batch-size", "1", "--epochs", "99", "--workers", "2"]
+    mark = f"THIS_TEST={tmp_path}".encode()
+
+    def running():
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                found += [int(path.parent.name)] if mark in path.read_bytes() else []
+        return found
+
+    job = start([sys.executable, FOLDER / "train_ddp.py", *words], THIS_TEST=str(tmp_path))
+    assert job.stdout.readline().startswith("epoch 1/99")
+    end = time.monotonic() + 60
+    while len(running()) < 3:  # itself and two workers
+        assert time.monotonic() < end
+    job.kill()
+    job.communicate(timeout=30)  # which waits for the workers, as they have the pipes
+    assert not running()

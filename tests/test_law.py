@@ -13,10 +13,10 @@ LIMITS = {
     "model.py": 40,
     "data.py": 163,
     "synthetic_digits.py": 85,
-    "harness.py": 391,
-    "single_gpu_train.py": 111,
-    "data_parallel_train.py": 113,
-    "ddp_train.py": 131,
+    "harness.py": 387,
+    "single_gpu_train.py": 112,
+    "data_parallel_train.py": 114,
+    "ddp_train.py": 132,
 }
 
 
