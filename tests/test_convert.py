@@ -157,21 +157,26 @@ def test_one_process_with_workers(pictures, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_no_worker_is_left_when_the_training_is_killed(pictures, tmp_path):
     words = ["--data-dir", pictures, "--output-dir", tmp_path, "--image-size", "32"]
-    words += ["--batch-size", "1", "--epochs", "99", "--workers", "2"]
+    words += ["--batch-size", "2", "--epochs", "99", "--workers", "2"]
     mark = f"THIS_TEST={tmp_path}".encode()
 
     def running():
+        """The names of the processes, also of those that the killed one has left behind."""
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
-                found += [int(path.parent.name)] if mark in path.read_bytes() else []
+                found += [(path.parent / "comm").read_text()] if mark in path.read_bytes() else []
         return found
 
+    def wait(condition, seconds):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, running()
+            time.sleep(0.1)
+
     job = start([sys.executable, FOLDER / "train_ddp.py", *words], THIS_TEST=str(tmp_path))
-    assert job.stdout.readline().startswith("epoch 1/99")
-    end = time.monotonic() + 60
-    while len(running()) < 3:  # itself and two workers
-        assert time.monotonic() < end
+    wait(lambda: running().count("pt_data_worker\n") == 2, 60)
+    time.sleep(0.5)  # a worker asks whether its parent lives when it has started
     job.kill()
     job.communicate(timeout=30)  # which waits for the workers, as they have the pipes
-    assert not running()
+    wait(lambda: not running(), 20)

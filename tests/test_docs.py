@@ -235,7 +235,10 @@ def test_each_experiment_starts_by_the_line_that_it_names(folder, module):
             name = content.splitlines()[0].split()[-1]
             for leftover in ("cache", "weights"):
                 (folder / leftover).unlink() if (folder / leftover).exists() else None
-            run(*launch_command(2, module=module), name, cwd=folder, PYTHONPATH=str(ROOT))
+            command = [*launch_command(2, module=module), name]
+            done = run(*command, code=None, cwd=folder, PYTHONPATH=str(ROOT))
+            # At Python's end threads of gloo can still run: troubleshooting.md says so.
+            assert not done.returncode or "terminate called without" in done.stderr, done.stderr
 
 
 @pytest.mark.slow
