@@ -3,10 +3,12 @@
 import importlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import forked
@@ -28,6 +30,13 @@ EPOCH_LINE = re.compile(
 # the choice of a max-pool. At larger rates one training in six then ends further apart than 1e-5.
 SMALL_LR = 0.0003
 
+# Makes synthetic digits a hundredth as many, to save time.
+FEW_DIGITS = """
+import synthetic_digits
+draw = synthetic_digits.draw_digits
+synthetic_digits.draw_digits = lambda count, seed: draw(count // 100, seed)
+"""
+
 # One thread a process; and no network beyond this machine, by a proxy where nobody listens.
 os.environ.update(
     OMP_NUM_THREADS="1",
@@ -38,6 +47,11 @@ os.environ.update(
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for a shell's job in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def slow(*values):
+    """A set of parameters that takes long."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def write_idx(path, array):
@@ -67,6 +81,14 @@ def write_mnist(data_dir, train, test):
 def mnist(tmp_path_factory):
     """A data dir with 1,001 training and 201 test images: neither divides by 2, 3 or 4 evenly."""
     return write_mnist(tmp_path_factory.mktemp("mnist"), 1001, 201)
+
+
+@pytest.fixture(scope="session")
+def finished(mnist, tmp_path_factory):
+    """The folder of a run of one epoch."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train("single", mnist, folder, epochs=1, batch_size=500)
+    return folder
 
 
 def free_port():
@@ -195,6 +217,11 @@ def epochs_of(text):
     return EPOCH_LINE.findall(text)
 
 
+def errors_of(outputs):
+    """The lines of all ranks that say what is wrong."""
+    return [line for _, text in outputs for line in text.splitlines() if "error: " in line]
+
+
 def error_of(done):
     """The one line that says what is wrong (a launcher adds its own report below)."""
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -232,6 +259,14 @@ def scalars(folder):
         tag: [(event.step, event.value) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
+
+
+def copy_scripts(folder):
+    """A copy of our scripts and modules, to be changed; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
+    return folder
 
 
 def files_of(folder):
@@ -275,8 +310,6 @@ def two_nodes(folders, mnist, processes, hosts=("127.0.0.1", None), prefix=((), 
 
 def assert_gone(text, seconds=5):
     """No process is left whose command line has this text (an output folder is of one test)."""
-    import time
-
     end = time.monotonic() + seconds
     while True:
         found = subprocess.run(["pgrep", "-f", "--", text], stdout=subprocess.PIPE, text=True)

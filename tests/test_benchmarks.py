@@ -2,13 +2,12 @@
 
 import os
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, copy_scripts, run
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import benchmark
@@ -39,10 +38,8 @@ def test_the_rate_leaves_out_the_warm_up_and_adds_up_copies():
 
 
 def test_a_contender_that_fails_shows_what_it_said():
-    jobs = [
-        benchmark.launch([sys.executable, "-c", code])
-        for code in ("1 / 0", "import time; time.sleep(60)")
-    ]
+    codes = "1 / 0", "import time; time.sleep(60)"
+    jobs = [benchmark.launch([sys.executable, "-c", code]) for code in codes]
     with pytest.raises(harness.Problem, match="(?s) failed:.*ZeroDivisionError"):
         benchmark.finish(jobs)
     assert jobs[1].returncode == -signal.SIGTERM  # it does not run on
@@ -96,9 +93,7 @@ def test_bad_options(options, problem, monkeypatch):
 
 @pytest.mark.slow
 def test_the_complete_throughput(mnist, tmp_path, tmp_path_factory):
-    changed = tmp_path_factory.mktemp("changed") / "ddp_train.py"
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, changed.parent)
+    changed = copy_scripts(tmp_path_factory.mktemp("changed")) / "ddp_train.py"
     options = ["--quick", "--rounds", 2, "--data-dir", mnist, "--processes", 2, "--device", "cpu"]
     options += ["--also", changed]
     done = run(sys.executable, BENCHMARK, *options, timeout=500, cwd=tmp_path, TMPDIR=str(tmp_path))

@@ -8,23 +8,13 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, finish_all, free_port
+from conftest import copy_scripts, finish_all, free_port
 from conftest import start as start_command
 from markdown import marked, read
 
-# Each stands for as many commands in the text; the value is the language of its block.
-NAMES = {
-    "fetch": "bash",
-    "node 0": "bash",
-    "node 1": "bash",
-    "interface": "bash",
-    "sbatch": "bash",
-    "submit": "bash",
-    "torchrun": "bash",
-    "platform": "bash",
-    "kubernetes": "yaml",
-    "kubectl": "bash",
-}
+# The blocks of the text in that language.
+SHELL = ["fetch", "node 0", "node 1", "interface", "sbatch", "submit", "torchrun", "platform"]
+SHELL += ["kubectl"]
 SBATCH_OPTIONS = {  # of sbatch 22.05 to 25.05: those that a training could want
     "account", "array", "chdir", "comment", "constraint", "cpus-per-gpu", "cpus-per-task",
     "dependency", "error", "exclude", "exclusive", "export", "gpu-bind", "gpus", "gpus-per-node",
@@ -37,7 +27,8 @@ SBATCH_OPTIONS = {  # of sbatch 22.05 to 25.05: those that a training could want
 def blocks(name="docs/clusters.md"):
     """{name: text} of the marked code blocks of a recipe."""
     found = marked(read(name), "cluster")
-    assert {name: block.language for name, block in found.items()} == NAMES
+    languages = {**{name: "bash" for name in SHELL}, "kubernetes": "yaml"}
+    assert {name: block.language for name, block in found.items()} == languages
     return {name: block.body for name, block in found.items()}
 
 
@@ -55,12 +46,9 @@ def check_launch(command, monkeypatch):
     """Parse a launcher's command with PyTorch's parser, its rest with that of ddp_train.py."""
     from torch.distributed.launch import parse_args
 
-    if command[:3] == ["python", "-m", "torch.distributed.launch"]:
-        rest = command[3:]
-    else:
-        assert command[0] == "torchrun"
-        rest = command[1:]
-    launch = parse_args(rest)
+    old = command[:3] == ["python", "-m", "torch.distributed.launch"]
+    assert old or command[0] == "torchrun"
+    launch = parse_args(command[3 if old else 1 :])
     assert launch.training_script == "ddp_train.py"
     return launch, check_script(["ddp_train.py", *launch.training_script_args], monkeypatch)
 
@@ -73,17 +61,13 @@ def check_script(command, monkeypatch):
 @pytest.fixture
 def checkout(tmp_path, mnist):
     """A folder that looks like a checkout with data, and a .venv whose python is this one."""
-    home = tmp_path / "checkout"
-    (home / ".venv" / "bin").mkdir(parents=True)
-    for path in ROOT.glob("*.py"):
-        (home / path.name).write_bytes(path.read_bytes())
+    home = copy_scripts(tmp_path / "checkout")
+    bin, python = home / ".venv" / "bin", shlex.quote(sys.executable)
+    bin.mkdir(parents=True)
     (home / "data").symlink_to(mnist)
-    write_program(home / ".venv" / "bin" / "python", f'exec {shlex.quote(sys.executable)} "$@"')
-    write_program(
-        home / ".venv" / "bin" / "torchrun",
-        f'exec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"',
-    )
-    (home / ".venv" / "bin" / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
+    write_program(bin / "python", f'exec {python} "$@"')
+    write_program(bin / "torchrun", f'exec {python} -m torch.distributed.run "$@"')
+    (bin / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
     return home
 
 
@@ -110,7 +94,7 @@ def test_the_languages_have_the_same_blocks():
         assert without_comments(translated[name]) == without_comments(text), name
 
 
-@pytest.mark.parametrize("name", [name for name, language in NAMES.items() if language == "bash"])
+@pytest.mark.parametrize("name", SHELL)
 def test_shell_syntax(name):
     done = subprocess.run(["bash", "-n"], input=blocks()[name], text=True, timeout=20)
     assert done.returncode == 0
@@ -239,10 +223,7 @@ def test_manifests_fit_the_schema():
 
 def test_manifests_fit_together(monkeypatch):
     found = manifests()
-    assert {kind: found[kind]["apiVersion"] for kind in found} == {
-        "Service": "v1",
-        "Job": "batch/v1",
-    }
+    assert [found[kind]["apiVersion"] for kind in ("Service", "Job")] == ["v1", "batch/v1"]
     service, job = found["Service"], found["Job"]["spec"]
     name, pod = found["Job"]["metadata"]["name"], job["template"]["spec"]
     (container,) = pod["containers"]
@@ -250,9 +231,8 @@ def test_manifests_fit_together(monkeypatch):
     assert service["spec"]["selector"] == {"job-name": name}
     assert pod["subdomain"] == service["metadata"]["name"]
     assert pod["restartPolicy"] in ("Never", "OnFailure")
-    assert {mount["name"] for mount in container["volumeMounts"]} == {
-        volume["name"] for volume in pod["volumes"]
-    }
+    names = [{one["name"] for one in many} for many in (container["volumeMounts"], pod["volumes"])]
+    assert names[0] == names[1]
     assert job["completionMode"] == "Indexed" and job["completions"] == job["parallelism"]
     assert container["command"] == ["bash", "-c"] and len(container["args"]) == 1
     command = container["args"][0].replace("$JOB_COMPLETION_INDEX", "0")
@@ -270,11 +250,9 @@ def test_the_containers_run(checkout):
     """The command of the Job as two containers: this machine stands for both."""
     (container,) = manifests()["Job"]["spec"]["template"]["spec"]["containers"]
     script, port = container["args"][0], str(free_port())
-    for old, new in (
-        ("mnist-0.mnist", "127.0.0.1"),
-        ("29500", port),
-        ("/shared/", f"{shlex.quote(str(checkout))}/"),
-    ):
+    changes = {"mnist-0.mnist": "127.0.0.1", "29500": port}
+    changes["/shared/"] = f"{shlex.quote(str(checkout))}/"
+    for old, new in changes.items():
         assert old in script
         script = script.replace(old, new)
     script += " --epochs 1 --device cpu"

@@ -9,12 +9,15 @@ import pickle
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, epochs_of, error_of, probe, run, train, write_mnist
+from conftest import (
+    FEW_DIGITS, ROOT, epochs_of, error_of, probe, run, slow, train, write_mnist,
+)  # fmt: skip
 from torch.utils.data import DataLoader
 
 import data
@@ -58,14 +61,13 @@ def test_items_and_batches(in_mnist_folder):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_plain_loader(in_mnist_folder, workers):
-    images, labels = next(
-        iter(DataLoader(in_mnist_folder.train_dataset, batch_size=64, num_workers=workers))
-    )
+    loader = DataLoader(in_mnist_folder.train_dataset, batch_size=64, num_workers=workers)
+    images, labels = next(iter(loader))
     assert images.shape == (64, 1, 28, 28) and labels.shape == (64,)
     assert torch.equal(images[7], in_mnist_folder.train_dataset[7][0])
 
 
-@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["spawn", slow("forkserver")])
 def test_workers_that_start_anew(tmp_path, method):
     write_mnist(tmp_path / "data", 100, 20)
     script = tmp_path / "copied.py"
@@ -83,14 +85,13 @@ if __name__ == "__main__":
 
 
 def test_our_loader_takes_a_batch_by_one_index(in_mnist_folder, monkeypatch):
-    calls = []
-    real = in_mnist_folder.Digits.__getitem__
-    monkeypatch.setattr(
-        in_mnist_folder.Digits,
-        "__getitem__",
-        lambda self, index: calls.append(index) or real(self, index),
-    )
-    digits = in_mnist_folder.train_dataset
+    calls, digits, real = [], in_mnist_folder.train_dataset, in_mnist_folder.Digits.__getitem__
+
+    def noted(self, index):
+        calls.append(index)
+        return real(self, index)
+
+    monkeypatch.setattr(in_mnist_folder.Digits, "__getitem__", noted)
     loader = DataLoader(digits, 64, collate_fn=in_mnist_folder.as_batch)
     assert len(loader) == 2 and [len(labels) for _, labels in loader] == [64, 36]
     assert calls == [list(range(64)), list(range(64, 100))]
@@ -150,11 +151,12 @@ def test_synthetic_digits_are_the_same_everywhere():
 def few_digits(monkeypatch):
     """A hundredth of the synthetic digits, to save time; returns the list of the drawings."""
     draw, drawn = synthetic_digits.draw_digits, []
-    monkeypatch.setattr(
-        synthetic_digits,
-        "draw_digits",
-        lambda count, seed: drawn.append(count) or draw(count // 100, seed),
-    )
+
+    def draw_few(count, seed):
+        drawn.append(count)
+        return draw(count // 100, seed)
+
+    monkeypatch.setattr(synthetic_digits, "draw_digits", draw_few)
     return drawn
 
 
@@ -178,15 +180,8 @@ def test_a_data_dir_that_cannot_be_written(few_digits, tmp_path, capsys):
     assert warning.startswith("warning: no MNIST") and str(tmp_path / "file") in warning
 
 
-FEW = """
-import synthetic_digits
-draw = synthetic_digits.draw_digits
-synthetic_digits.draw_digits = lambda count, seed: draw(count // 100, seed)
-"""
-
-
 def test_auto_without_mnist_and_network_takes_the_synthetic_digits(tmp_path):
-    script = probe(tmp_path / "probe.py", FEW)
+    script = probe(tmp_path / "probe.py", FEW_DIGITS)
     done = train("ddp", tmp_path / "data", tmp_path / "out", 0, script=script, processes=2, **QUICK)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("warning: no MNIST") and "synthetic" in lines[0]
@@ -202,52 +197,32 @@ def test_mnist_insists(tmp_path):
     assert not (tmp_path / "out").exists() and not done.stdout
 
 
-DAMAGES = {
-    "missing": (lambda raw: (raw / "t10k-labels-idx1-ubyte").unlink(), "t10k-labels-idx1-ubyte"),
-    "empty": (lambda raw: (raw / "train-images-idx3-ubyte").write_bytes(b""), "train-images-idx3"),
-    "truncated": (
-        lambda raw: (raw / "train-images-idx3-ubyte").write_bytes(
-            (raw / "train-images-idx3-ubyte").read_bytes()[:-1]
-        ),
-        "train-images-idx3-ubyte",
-    ),
-    "longer": (
-        lambda raw: (raw / "train-labels-idx1-ubyte").write_bytes(
-            (raw / "train-labels-idx1-ubyte").read_bytes() + b"0"
-        ),
-        "train-labels-idx1-ubyte",
-    ),
-    "labels for images": (
-        lambda raw: swap(raw / "train-images-idx3-ubyte", raw / "train-labels-idx1-ubyte"),
-        "train-images-idx3-ubyte",
-    ),
-    "train for test": (
-        lambda raw: swap(raw / "train-images-idx3-ubyte", raw / "t10k-images-idx3-ubyte"),
-        "do not fit",
-    ),
-    "a folder": (
-        lambda raw: (
-            (raw / "train-images-idx3-ubyte").unlink(),
-            (raw / "train-images-idx3-ubyte").mkdir(),
-        ),
-        "train-images-idx3-ubyte",
-    ),
-}
+DAMAGES = ["missing", "empty", "truncated", "longer", "labels for images", "train for test"]
+DAMAGES += ["a folder"]
 
 
-def swap(one, other):
-    one.rename(one.with_suffix(".swap"))
-    other.rename(one)
-    one.with_suffix(".swap").rename(other)
+def damage_a_file(kind, raw):
+    """Damage the images for training; returns what the complaint about it names."""
+    path = raw / "train-images-idx3-ubyte"
+    content = path.read_bytes()
+    if " for " in kind:  # two files have changed places
+        other = raw / ("train-labels-idx1-ubyte" if "labels" in kind else "t10k-images-idx3-ubyte")
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+        return "do not fit" if "test" in kind else path.name
+    path.unlink()
+    if kind == "a folder":
+        path.mkdir()
+    elif kind != "missing":
+        path.write_bytes({"empty": b"", "truncated": content[:-1], "longer": content + b"0"}[kind])
+    return path.name
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files_are_named(tmp_path, damage):
     raw = write_mnist(tmp_path, 30, 10) / "MNIST" / "raw"
     assert problem_with(tmp_path) == ""
-    damage_it, name = DAMAGES[damage]
-    damage_it(raw)
-    problem = problem_with(tmp_path)
+    name, problem = damage_a_file(damage, raw), problem_with(tmp_path)
     assert name in problem and "downloading it failed" in problem and "--dataset syn" in problem
 
 
@@ -270,16 +245,13 @@ class MirrorHandler(http.server.BaseHTTPRequestHandler):
         if server.behaviour == "refuses":
             return self.send_error(403)
         if server.behaviour == "silent":
-            threading.Event().wait(30)
-            return None
+            return threading.Event().wait(30)
         content = server.files[name]
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(
-            content[: len(content) // 2] if server.behaviour == "breaks off" else content
-        )
-        return None
+        sent = len(content) // 2 if server.behaviour == "breaks off" else len(content)
+        return self.wfile.write(content[:sent])
 
     def log_message(self, *args):
         pass
@@ -291,11 +263,8 @@ def mirrors(tmp_path, monkeypatch):
     datasets = pytest.importorskip("torchvision.datasets")
     raw = write_mnist(tmp_path / "origin", 30, 10) / "MNIST" / "raw"
     files = {f"{path.name}.gz": gzip.compress(path.read_bytes()) for path in sorted(raw.iterdir())}
-    monkeypatch.setattr(
-        datasets.MNIST,
-        "resources",
-        [(name, hashlib.md5(content).hexdigest()) for name, content in files.items()],
-    )
+    resources = [(name, hashlib.md5(content).hexdigest()) for name, content in files.items()]
+    monkeypatch.setattr(datasets.MNIST, "resources", resources)
     real = socket.setdefaulttimeout
     monkeypatch.setattr(socket, "setdefaulttimeout", lambda limit: real(limit and 1))
     servers = []
@@ -331,8 +300,7 @@ def test_without_a_good_mirror_the_reason_is_told(mirrors, tmp_path, behaviour):
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files_are_repaired_from_the_network(mirrors, tmp_path, damage):
     mirrors("good")
-    raw = write_mnist(tmp_path / "data", 30, 10) / "MNIST" / "raw"
-    DAMAGES[damage][0](raw)
+    damage_a_file(damage, write_mnist(tmp_path / "data", 30, 10) / "MNIST" / "raw")
     problem = problem_with(tmp_path / "data")
     assert problem == "" or damage == "a folder"  # which is not ours to remove
 
@@ -355,16 +323,8 @@ def test_files_are_moved_when_nobody_has_them_open(mirrors, tmp_path, monkeypatc
 
 def test_several_jobs_that_fetch_into_one_folder(mirrors, tmp_path):
     mirrors("good")
-    problems = []
-    threads = [
-        threading.Thread(target=lambda: problems.append(problem_with(tmp_path / "data")))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert problems == [""] * 4
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(problem_with, [tmp_path / "data"] * 4, timeout=60)) == [""] * 4
 
 
 def test_each_file_is_fetched_once_per_node(mirrors, tmp_path):

@@ -6,18 +6,9 @@ import sys
 import pytest
 import torch
 from conftest import (
-    SMALL_LR,
-    STRATEGIES,
-    distance,
-    epochs_of,
-    equal,
-    probe,
-    run,
-    scalars,
-    train,
-    weights,
-    write_mnist,
-)
+    SMALL_LR, STRATEGIES, distance, epochs_of, equal, probe, run, scalars, slow, train,
+    weights, write_mnist,
+)  # fmt: skip
 
 TRAINING = {"epochs": 2, "lr": SMALL_LR, "log_interval": 7}
 TAGS = {"train/loss", "train/lr", "train/images_per_second", "test/loss", "test/accuracy"}
@@ -73,9 +64,8 @@ def chunked(monkeypatch):
         monkeypatch.setattr(torch.nn, "DataParallel", ChunkedDataParallel)
         monkeypatch.setattr(ChunkedDataParallel, "parts", parts)
         loader = module.DataLoader
-        monkeypatch.setattr(
-            module, "DataLoader", lambda *a, pin_memory=False, **options: loader(*a, **options)
-        )
+        unpinned = {"pin_memory": False}
+        monkeypatch.setattr(module, "DataLoader", lambda *a, **b: loader(*a, **{**b, **unpinned}))
         monkeypatch.setattr(module.harness, "pick_device", lambda name: GPU("cpu"))
 
     return use
@@ -176,9 +166,12 @@ def test_the_order_is_that_of_the_distributed_sampler(train_here, monkeypatch, t
     data_dir = write_mnist(tmp_path / "data", 10, 1)
     script = importlib.import_module("single_gpu_train")
     loaders, loader = [], script.DataLoader
-    monkeypatch.setattr(
-        script, "DataLoader", lambda *a, **b: loaders.append(loader(*a, **b)) or loaders[-1]
-    )
+
+    def noted(*args, **options):
+        loaders.append(loader(*args, **options))
+        return loaders[-1]
+
+    monkeypatch.setattr(script, "DataLoader", noted)
     train_here("single", data_dir, tmp_path / "out", epochs=2, seed=7, batch_size=4)
     deals = []
     for rank in range(2):
@@ -215,14 +208,10 @@ sys.exit()
 @pytest.mark.parametrize(
     "strategy, processes, code",
     [
-        ("single", None, DROPOUT),
-        pytest.param("data_parallel", None, DROPOUT, marks=pytest.mark.slow),
-        ("ddp", 2, DROPOUT),
-        ("ddp", 3, BATCH_NORM),
-        pytest.param("ddp", 2, BATCH_NORM, marks=pytest.mark.slow),
-        pytest.param("single", None, BATCH_NORM, marks=pytest.mark.slow),
+        ("single", None, DROPOUT), slow("data_parallel", None, DROPOUT), ("ddp", 2, DROPOUT),
+        slow("single", None, BATCH_NORM), slow("ddp", 2, BATCH_NORM), ("ddp", 3, BATCH_NORM),
     ],
-)
+)  # fmt: skip
 def test_what_is_reported_is_what_the_saved_model_gives(strategy, processes, code, mnist, tmp_path):
     script = probe(tmp_path / "probe.py", code, STRATEGIES[strategy])
     out, options = tmp_path / "out", {"epochs": 1, "lr": 0.003, "batch_size": 8}
@@ -233,8 +222,7 @@ def test_what_is_reported_is_what_the_saved_model_gives(strategy, processes, cod
 
 
 @pytest.mark.parametrize(
-    "strategy, processes",
-    [("single", None), ("ddp", 2), pytest.param("data_parallel", None, marks=pytest.mark.slow)],
+    "strategy, processes", [("single", None), ("ddp", 2), slow("data_parallel", None)]
 )
 def test_dropout_is_drawn_alike_after_resume(strategy, processes, mnist, tmp_path):
     """One epoch and one more end bit for bit as two do."""

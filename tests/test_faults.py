@@ -8,26 +8,10 @@ import time
 
 import pytest
 from conftest import (
-    FAULTY,
-    ROOT,
-    SMALL_LR,
-    assert_gone,
-    checkpoint,
-    distance,
-    epochs_of,
-    equal,
-    error_of,
-    finish,
-    launch_command,
-    options_of,
-    run,
-    scalars,
-    start,
-    train,
-    train_command,
-    two_nodes,
-    weights,
-)
+    FAULTY, ROOT, SMALL_LR, assert_gone, checkpoint, distance, epochs_of, equal, error_of,
+    finish, launch_command, options_of, run, scalars, slow, start, train, train_command,
+    two_nodes, weights,
+)  # fmt: skip
 
 TRAINING = {"epochs": 3, "batch_size": 100, "log_interval": 1}
 
@@ -36,25 +20,20 @@ def strategy(processes):
     return "ddp" if processes else "single"
 
 
-PLACES = [
-    pytest.param(
-        processes,
-        rank,
-        place,
-        kind,
-        marks=[]
-        if (processes, rank, place, kind) in [(2, 1, "step", "kill"), (3, 0, "save", "exit0")]
-        else [pytest.mark.slow],
-    )
+FAULTS = [
+    (processes, rank, place, kind)
     for processes, ranks in ((2, (0, 1)), (3, (0, 2)))
     for rank in ranks
     for place in ("data", "step", "save", "evaluate")
     for kind in ("error", "exit0", "kill")
     if processes == 2 or kind != "error"
 ]
+QUICK = [(2, 1, "step", "kill"), (3, 0, "save", "exit0")]
 
 
-@pytest.mark.parametrize("processes, rank, place, kind", PLACES)
+@pytest.mark.parametrize(
+    "processes, rank, place, kind", [one if one in QUICK else slow(*one) for one in FAULTS]
+)
 def test_a_rank_dies(mnist, tmp_path, processes, rank, place, kind):
     began = time.monotonic()
     fault = f"{rank} {place} {kind}"
@@ -77,7 +56,7 @@ def test_a_rank_dies(mnist, tmp_path, processes, rank, place, kind):
         assert checkpoint(tmp_path)["epoch"] >= 1 and weights(tmp_path)
 
 
-@pytest.mark.parametrize("processes, rank", [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes, rank", [(2, 1), slow(3, 0)])
 def test_a_loss_that_is_nan_on_one_rank_stops_all(mnist, tmp_path, processes, rank):
     fault = f"{rank} step nan"
     done = train("ddp", mnist, tmp_path, 1, processes=processes, fault=fault, **TRAINING)
@@ -86,7 +65,7 @@ def test_a_loss_that_is_nan_on_one_rank_stops_all(mnist, tmp_path, processes, ra
     assert checkpoint(tmp_path)["epoch"] == 1
 
 
-@pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [None, slow(2)])
 def test_killed_while_saving(mnist, tmp_path, processes):
     options = {"processes": processes, **TRAINING}
     train(strategy(processes), mnist, tmp_path / "a", None, fault="0 save kill", **options)
@@ -99,23 +78,16 @@ def test_killed_while_saving(mnist, tmp_path, processes):
         assert equal(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 
-@pytest.mark.parametrize(
-    "processes, number, place",
-    [
-        pytest.param(
-            processes,
-            number,
-            place,
-            marks=[]
-            if (processes, number, place)
-            in [(None, signal.SIGINT, "step"), (2, signal.SIGTERM, "evaluate")]
-            else [pytest.mark.slow],
-        )
-        for processes in (None, 2)
-        for number in (signal.SIGINT, signal.SIGTERM)
-        for place in ("step", "evaluate")
-    ],
-)
+SIGNALS = [
+    slow(processes, number, place)
+    for processes in (None, 2)
+    for number in (signal.SIGINT, signal.SIGTERM)
+    for place in ("step", "evaluate")
+]
+SIGNALS[0], SIGNALS[-1] = SIGNALS[0].values, SIGNALS[-1].values  # these are quick
+
+
+@pytest.mark.parametrize("processes, number, place", SIGNALS)
 def test_signals(mnist, tmp_path, processes, number, place):
     """To the script and to the launcher: gone within 10 s, no flood, and the run can be resumed."""
     fault, name = f"any {place} sleep", strategy(processes)
@@ -138,10 +110,7 @@ def test_signals(mnist, tmp_path, processes, number, place):
     assert [step for step, _ in scalars(tmp_path)["test/accuracy"]] == [1001, 2002, 3003]
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["torch.distributed.run", pytest.param("torch.distributed.launch", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("module", ["torch.distributed.run", slow("torch.distributed.launch")])
 def test_the_launcher_restarts_a_killed_worker_from_the_checkpoint(mnist, tmp_path, module):
     launcher = launch_command(2, "--max_restarts=1", module=module)
     words = options_of(mnist, tmp_path / "restarted", {"resume": True, **TRAINING})
@@ -151,14 +120,7 @@ def test_the_launcher_restarts_a_killed_worker_from_the_checkpoint(mnist, tmp_pa
     assert equal(weights(tmp_path / "restarted"), weights(tmp_path / "undisturbed"))
 
 
-@pytest.mark.parametrize(
-    "processes, shared",
-    [
-        (1, False),
-        pytest.param(2, False, marks=pytest.mark.slow),
-        pytest.param(2, True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("processes, shared", [(1, False), slow(2, False), slow(2, True)])
 def test_two_nodes(mnist, tmp_path, processes, shared):
     folders = [tmp_path / ("shared" if shared else f"node{node}") for node in range(2)]
     options = {**TRAINING, "epochs": 1, "lr": SMALL_LR}

@@ -1,23 +1,13 @@
 """The CUDA paths: they need one GPU, or two, and are skipped, with the reason, elsewhere."""
 
 import importlib.util
-import shutil
 
 import pytest
 import torch
 from conftest import (
-    ROOT,
-    SMALL_LR,
-    STRATEGIES,
-    checkpoint,
-    distance,
-    epochs_of,
-    error_of,
-    options_of,
-    train,
-    weights,
-    write_mnist,
-)
+    ROOT, SMALL_LR, STRATEGIES, checkpoint, copy_scripts, distance, epochs_of, error_of,
+    options_of, train, weights, write_mnist,
+)  # fmt: skip
 
 import data
 
@@ -26,13 +16,8 @@ one_gpu = pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
 two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, here are {GPUS}")
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=one_gpu)])
 # What waits for the GPU, as the profiler names it; on the CPU the first two appear too.
-SYNCHRONISING = {
-    "aten::item",
-    "aten::_local_scalar_dense",
-    "aten::nonzero",
-    "cudaStreamSynchronize",
-}
-SYNCHRONISING |= {"cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
+SYNCHRONISING = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "cudaMemcpy"}
+SYNCHRONISING |= {"cudaDeviceSynchronize", "cudaEventSynchronize", "cudaStreamSynchronize"}
 TRAINING = {"epochs": 2, "lr": 0.02, "log_interval": 5}
 
 
@@ -103,9 +88,7 @@ def test_ddp_over_nccl_in_one_process_gives_what_the_single_script_gives(mnist, 
 @on_each_device
 def test_ddp_over_gloo_in_two_processes_on_one_device(device, mnist, tmp_path):
     """NCCL wants a GPU for each process; in a copy of the script gloo shares one."""
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    script = tmp_path / "ddp_train.py"
+    script = copy_scripts(tmp_path) / "ddp_train.py"
     text = script.read_text("utf-8")
     shared = f'torch.device("{device}", 0)'
     for ours, changed in (
@@ -117,9 +100,8 @@ def test_ddp_over_gloo_in_two_processes_on_one_device(device, mnist, tmp_path):
     script.write_text(text, "utf-8")
     options = {**TRAINING, "lr": SMALL_LR}
     train("single", mnist, tmp_path / "single", batch_size=48, device=device, **options)
-    done = train(
-        "ddp", mnist, tmp_path / "ddp", script=script, processes=2, batch_size=24, **options
-    )
+    options.update(script=script, processes=2, batch_size=24)
+    done = train("ddp", mnist, tmp_path / "ddp", **options)
     assert f"device {device}:0, backend gloo, world size 2" in done.stdout
     assert distance(weights(tmp_path / "single"), weights(tmp_path / "ddp")) < 1e-3
 

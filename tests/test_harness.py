@@ -92,43 +92,8 @@ def test_glibc_is_told_only_what_it_takes(monkeypatch):
 # Files
 
 
-def test_saving_is_atomic_and_leaves_nothing_behind(monkeypatch, tmp_path):
-    path = tmp_path / "model.pth"
-    harness.save_file({"a": torch.ones(3)}, path)
-    before = path.read_bytes()
-
-    class Full:
-        """A file on a disk that is full after 10 bytes."""
-
-        def __init__(self, path, mode):
-            self.file = real_open(path, mode)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            self.file.close()
-
-        def write(self, data):
-            self.file.write(bytes(data)[:10])
-            raise OSError(28, "No space left on device")
-
-        def flush(self):
-            self.file.flush()
-
-        def fileno(self):
-            return self.file.fileno()
-
-    real_open = open
-    monkeypatch.setattr("builtins.open", Full)
-    with pytest.raises(harness.Problem, match=f"cannot save {path}.*No space left"):
-        harness.save_file({"a": torch.zeros(3)}, path)
-    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["model.pth"]
-
-
 def test_the_optimizer_is_saved_on_the_cpu(tmp_path):
     """A tensor that is on no CPU stands for one on a GPU."""
-    harness = importlib.import_module("harness")
 
     class OnGPU(torch.Tensor):
         def cpu(self):

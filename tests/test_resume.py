@@ -8,19 +8,11 @@ import zipfile
 import pytest
 import torch
 from conftest import (
-    ROOT,
-    SMALL_LR,
-    STRATEGIES,
-    checkpoint,
-    distance,
-    epochs_of,
-    equal,
-    files_of,
-    scalars,
-    train,
-    two_nodes,
-    weights,
-)
+    SMALL_LR, STRATEGIES, checkpoint, copy_scripts, distance, epochs_of, equal, files_of,
+    scalars, train, two_nodes, weights,
+)  # fmt: skip
+
+import harness
 
 QUICK = {"epochs": 1, "batch_size": 500, "log_interval": 1}
 
@@ -34,7 +26,6 @@ def stopped(monkeypatch, train_here):
     """Train, but break off after the checkpoint of this epoch."""
 
     def train_until(epoch, strategy, data_dir, out, **options):
-        harness = importlib.import_module("harness")
         save = harness.save
 
         def save_and_stop(folder, weights, optimizer, done, *rest):
@@ -157,9 +148,7 @@ def test_both_files_hold_plain_tensors(train_here, mnist, tmp_path):
 
 def test_any_optimizer_and_schedule_resume(mnist, tmp_path):
     """A user's own copy: AdamW with a cosine schedule."""
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    script = tmp_path / "single_gpu_train.py"
+    script = copy_scripts(tmp_path) / "single_gpu_train.py"
     text = script.read_text()
     for old, new in (
         ("SGD(net.parameters(), lr=args.lr, momentum=0.9, nesterov=True)",
@@ -176,13 +165,6 @@ def test_any_optimizer_and_schedule_resume(mnist, tmp_path):
     train("single", mnist, tmp_path / "out", epochs=2, **options)
     done = train("single", mnist, tmp_path / "out", epochs=3, resume=True, **options)
     assert [line[0] for line in epochs_of(done.stdout)] == ["3"]
-
-
-@pytest.fixture(scope="module")
-def finished(mnist, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    train("single", mnist, folder, **QUICK)
-    return folder
 
 
 DAMAGES = {
@@ -224,7 +206,6 @@ def test_a_checkpoint_that_does_not_fit_is_named(train_here, mnist, finished, tm
     else:
         path.write_bytes({"cut": content[: len(content) // 2], "empty": b"", "text": b"hi"}[what])
     before = files_of(tmp_path)
-    harness = importlib.import_module("harness")
     with pytest.raises(harness.Problem, match=DAMAGES[what]) as problem:
         train_here("single", mnist, tmp_path, resume=True, **{**QUICK, "epochs": 5})
     assert "\n" not in str(problem.value) and "move" not in str(problem.value)
