@@ -57,7 +57,7 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     args.device = "cuda" if harness.pick_device(args.device).type == "cuda" else "cpu"
     args.processes = args.processes or torch.cuda.device_count() or os.cpu_count()
-    args.also = [path.resolve(strict=True) for path in args.also]
+    args.also = [path.resolve(strict=True) for path in args.also if path.read_text()]
     args.rounds = args.rounds or (3 if args.quick else 5)
     args.only = args.only or (["throughput"] if args.quick else list(PARTS))
     return args
@@ -153,10 +153,8 @@ def heading(args, part):
     if args.device == "cuda" and part in ("throughput", "accuracy"):
         where = f"GPU: {torch.cuda.device_count()} x {torch.cuda.get_device_name()}; {where}"
     versions = f"Python {platform.python_version()}, PyTorch {torch.__version__}"
-    digits = (
-        f"{args.images:,} images of {args.sets[0].name}, {args.batch_size} per step and process"
-    )
-    return f"**{part}** - {where}; {versions}; {digits}; n = {args.rounds}"
+    digits = f"{args.images:,} images of {args.sets[0].name}, {args.batch_size} per step and"
+    return f"**{part}** - {where}; {versions}; {digits} process; n = {args.rounds}"
 
 
 def shown(values, digits):
@@ -297,6 +295,8 @@ def main():
     args.sets = load_datasets(data_dir=args.data_dir)
     most = 16000 if args.quick else None
     args.images = len(args.sets[0].tensors[1][:most])
+    if args.images < args.batch_size * max(args.processes, 4):
+        raise harness.Problem(f"{args.images} images are too few for --batch-size and --processes")
     possible = {"accuracy": args.sets[0].name == "mnist", "memory": sys.platform == "linux"}
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # which tidies up
     with tempfile.TemporaryDirectory() as scratch:

@@ -79,6 +79,7 @@ def test_options(capsys, tmp_path):
     "options, problem",
     [
         (["--also", "not/there.py"], "No such file or directory"),
+        (["--also", "tests"], "Is a directory"),
         (["--rounds", "0"], "--rounds: must be above 0"),
         (["--batch-size", "-1"], "--batch-size: must be above 0"),
         (["--only", "speed"], "invalid choice: 'speed'"),
