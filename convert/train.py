@@ -14,15 +14,17 @@ from torchvision import datasets, models, transforms
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data-dir", required=True, help="folder with train/ and val/")
-    parser.add_argument("--output-dir", help="default: a new folder in runs/")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=64, help="images per step")
-    parser.add_argument("--lr", type=float, default=0.001, help="highest learning rate")
-    parser.add_argument("--image-size", type=int, default=224, help="in pixels")
-    parser.add_argument("--workers", type=int, default=2, help="processes that load images")
-    parser.add_argument("--seed", type=int, default=42)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    option = parser.add_argument
+    option("--data-dir", required=True, help="folder with train/ and val/")
+    option("--output-dir", help="default: a new folder in runs/")
+    option("--epochs", type=int, default=10, help="default: %(default)s")
+    option("--batch-size", type=int, default=64, help="images per step (%(default)s)")
+    option("--lr", type=float, default=0.001, help="highest learning rate (%(default)s)")
+    option("--image-size", type=int, default=224, help="in pixels (%(default)s)")
+    option("--workers", type=int, default=2, help="processes that load images (%(default)s)")
+    option("--seed", type=int, default=42, help="default: %(default)s")
     return parser.parse_args()
 
 

@@ -52,6 +52,7 @@ def test_the_readmes_are_read_in_ten_minutes():
         assert sum(len(body.splitlines()) for _, _, body in code) <= 120
     words = re.findall(r"[\w…`'(-]*\w[^\s|]*", without_blocks(read("README.md")))
     assert len(words) <= 2000
+    assert len(re.findall("[\u4e00-\u9fff]", without_blocks(read(CHINESE["README.md"])))) <= 3000
 
 
 def diff(*names):
@@ -146,7 +147,7 @@ def test_the_languages_say_the_same(name):
     assert one[1:] == other[1:]
 
 
-@pytest.mark.parametrize("name", ["docs/troubleshooting.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/troubleshooting.md"])
 def test_the_languages_have_the_same_messages(name):
     one, other = ([code_in(row[0]) for row in rows(read(path))] for path in (name, CHINESE[name]))
     assert [codes for codes in one if codes] == [codes for codes in other if codes]
