@@ -1,5 +1,6 @@
 """What the tests share: a small MNIST, one way to train, and what a training leaves behind."""
 
+import contextlib
 import importlib
 import os
 import re
@@ -27,7 +28,8 @@ EPOCH_LINE = re.compile(
 )
 
 # Where two runs sum in another order, the last bit of a weight differs, and that can tip a ReLU or
-# the choice of a max-pool. At larger rates one training in six then ends further apart than 1e-5.
+# the choice of a max-pool. In float32 one training in six then ends further apart than 1e-5, and
+# which one differs from processor to processor; at this small rate hardly any does.
 SMALL_LR = 0.0003
 
 # Makes synthetic digits a hundredth as many, to save time.
@@ -89,6 +91,25 @@ def finished(mnist, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished") / "run"
     train("single", mnist, folder, epochs=1, batch_size=500)
     return folder
+
+
+@contextlib.contextmanager
+def double_precision():
+    """In it trainings compute in float64, here and in forked processes: there nothing tips."""
+    os.environ["DOUBLE"] = "1"
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        del os.environ["DOUBLE"]
+
+
+@pytest.fixture
+def double():
+    """A test in which trainings compute in double precision."""
+    with double_precision():
+        yield
 
 
 def free_port():
@@ -296,14 +317,17 @@ def finish_all(jobs, timeout):
                 os.killpg(job.pid, signal.SIGKILL)
 
 
-def two_nodes(folders, mnist, processes, hosts=("127.0.0.1", None), prefix=((), ()), **options):
+def two_nodes(
+    folders, mnist, processes, hosts=("127.0.0.1", None), prefix=((), ()),
+    script=ROOT / "ddp_train.py", **options
+):  # fmt: skip
     """Train by a launcher on each of two nodes; returns their (output, errors) and exit codes."""
     port, jobs = free_port(), []
     for node, folder in enumerate(folders):
         folder.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "torch.distributed.launch", "--nnodes=2"]
         command += [f"--nproc_per_node={processes}", f"--node_rank={node}"]
-        command += [f"--master_addr={hosts[0]}", f"--master_port={port}", ROOT / "ddp_train.py"]
+        command += [f"--master_addr={hosts[0]}", f"--master_port={port}", script]
         jobs.append(start([*prefix[node], *command, *options_of(mnist, folder / "out", options)]))
     return finish_all(jobs, 90)
 

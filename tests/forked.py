@@ -32,6 +32,10 @@ def child(script, words, env, cwd, streams):
     sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)
     sys.argv = [script, *words]
     sys.path[:1] = [os.path.dirname(script), *filter(None, env.get("PYTHONPATH", "").split(":"))]
+    if env.get("DOUBLE"):
+        import torch
+
+        torch.set_default_dtype(torch.float64)
     runpy.run_path(script, run_name="__main__")
 
 

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 from conftest import (
-    SMALL_LR, STRATEGIES, distance, epochs_of, equal, probe, run, scalars, slow, train,
-    weights, write_mnist,
+    SMALL_LR, STRATEGIES, distance, double_precision, epochs_of, equal, probe, run, scalars, slow,
+    train, weights, write_mnist,
 )  # fmt: skip
 
-TRAINING = {"epochs": 2, "lr": SMALL_LR, "log_interval": 7}
+TRAINING = {"epochs": 2, "lr": 0.02, "log_interval": 7}
 TAGS = {"train/loss", "train/lr", "train/images_per_second", "test/loss", "test/accuracy"}
 # Networks that behave differently in training and in evaluation, in place of ours.
 DROPOUT = """
@@ -74,52 +74,48 @@ def chunked(monkeypatch):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, mnist):
     """{processes: (folder, output)} of the same training: 1 is single_gpu_train.py, else DDP."""
-    root, results = tmp_path_factory.mktemp("runs"), {}
+    with double_precision():
+        return train_all(mnist, tmp_path_factory.mktemp("runs"), **TRAINING)
+
+
+def train_all(mnist, root, **options):
+    results = {}
     for processes in (1, 2, 3, 4):
-        out, options = root / str(processes), {**TRAINING, "batch_size": 48 // processes}
-        if processes == 1:
-            done = train("single", mnist, out, **options)
-        else:
-            done = train("ddp", mnist, out, processes=processes, **options)
-        results[processes] = out, done.stdout
+        strategy, own = ("ddp", {"processes": processes}) if processes > 1 else ("single", {})
+        own["batch_size"] = 48 // processes
+        done = train(strategy, mnist, root / str(processes), device="cpu", **own, **options)
+        results[processes] = root / str(processes), done.stdout
     return results
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_ddp_ends_with_the_weights_of_one_gpu(runs, processes):
-    assert distance(weights(runs[1][0]), weights(runs[processes][0])) < 1e-5
+    assert distance(weights(runs[1][0]), weights(runs[processes][0])) < 1e-9
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_data_parallel_ends_with_the_weights_of_one_gpu(
-    runs, train_here, chunked, mnist, tmp_path, parts
+    runs, train_here, chunked, double, mnist, tmp_path, parts
 ):
     chunked(parts)
     train_here("data_parallel", mnist, tmp_path, **TRAINING, batch_size=48)
-    assert distance(weights(runs[1][0]), weights(tmp_path)) < 1e-5
+    assert distance(weights(runs[1][0]), weights(tmp_path)) < 1e-9
 
 
 def test_the_training_did_something(runs):
-    first, last = (float(line[2]) for line in epochs_of(runs[1][1]))
-    assert last < first - 0.01
-    torch.manual_seed(42)
-    start = importlib.import_module("model").Net().state_dict()
-    assert distance(start, weights(runs[1][0])) > 0.001
+    correct, count = map(int, epochs_of(runs[1][1])[-1][4:])
+    assert correct > 0.3 * count
 
 
 @pytest.mark.slow
-def test_in_double_precision_all_end_with_the_same_weights(mnist, tmp_path):
-    """There a larger rate does no harm, and what were wrong by little would show."""
-    code = "import torch; torch.set_default_dtype(torch.float64)"
-    options = {**TRAINING, "lr": 0.02, "device": "cpu"}
-    for processes in (None, 2, 3, 4):
-        strategy, out = "ddp" if processes else "single", tmp_path / str(processes)
-        script = probe(tmp_path / "probe.py", code, STRATEGIES[strategy])
-        own = {"processes": processes, "batch_size": 48 // (processes or 1), "script": script}
-        done = train(strategy, mnist, out, **own, **options)
-        assert distance(weights(tmp_path / "None"), weights(out)) < 1e-9
-    correct, count = map(int, epochs_of(done.stdout)[-1][4:])
-    assert correct > 0.3 * count
+def test_in_single_precision_at_a_small_rate_they_agree_to_1e_5(mnist, tmp_path):
+    """But for a seed at which the rounding of this processor tips something."""
+    close = 0
+    for seed in range(3):
+        runs = train_all(mnist, tmp_path / str(seed), epochs=2, lr=SMALL_LR, seed=seed)
+        one, *others = (weights(folder) for folder, _ in runs.values())
+        close += max(distance(one, other) for other in others) < 1e-5
+    assert close >= 2
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4])
@@ -144,7 +140,7 @@ def test_logged_curves_are_the_global_ones(runs, processes):
 
 @pytest.mark.parametrize("images, parts", [(5, 4), (2, 4), (7, 3), (9, 4), (1, 4)])
 def test_uneven_parts_give_the_loss_and_gradient_of_the_batch(
-    monkeypatch, train_here, chunked, tmp_path, images, parts
+    monkeypatch, train_here, chunked, double, tmp_path, images, parts
 ):
     data_dir = write_mnist(tmp_path / "data", images, 3)
     gradients, losses = [], []
@@ -158,7 +154,7 @@ def test_uneven_parts_give_the_loss_and_gradient_of_the_batch(
         losses.append(scalars(tmp_path / strategy)["train/loss"][0][1])
         chunked(parts)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert (gradients[0] - gradients[1]).abs().max() <= 1e-6 * gradients[0].abs().max()
+    assert (gradients[0] - gradients[1]).abs().max() <= 1e-12 * gradients[0].abs().max()
 
 
 def test_the_order_is_that_of_the_distributed_sampler(train_here, monkeypatch, tmp_path):
@@ -181,13 +177,13 @@ def test_the_order_is_that_of_the_distributed_sampler(train_here, monkeypatch, t
     assert [index for pair in zip(*deals) for index in pair] == list(loaders[0].sampler)
 
 
-def test_a_test_image_for_one_rank_alone(tmp_path, train_here):
+def test_a_test_image_for_one_rank_alone(tmp_path, train_here, double):
     data_dir = write_mnist(tmp_path / "data", 12, 1)
-    options = {"epochs": 2, "lr": SMALL_LR, "log_interval": 1}
+    options = {"epochs": 2, "log_interval": 1}
     alone = train_here("single", data_dir, tmp_path / "single", batch_size=6, **options)
     done = train("ddp", data_dir, tmp_path / "ddp", processes=3, batch_size=2, **options)
     assert [line[4:] for line in epochs_of(done.stdout)] == [line[4:] for line in epochs_of(alone)]
-    assert distance(weights(tmp_path / "single"), weights(tmp_path / "ddp")) < 1e-5
+    assert distance(weights(tmp_path / "single"), weights(tmp_path / "ddp")) < 1e-9
 
 
 def evaluated(code, folder, data_dir, tmp_path):

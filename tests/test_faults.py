@@ -8,9 +8,9 @@ import time
 
 import pytest
 from conftest import (
-    FAULTY, ROOT, SMALL_LR, assert_gone, checkpoint, distance, epochs_of, equal, error_of,
-    finish, launch_command, options_of, run, scalars, slow, start, train, train_command,
-    two_nodes, weights,
+    FAULTY, ROOT, assert_gone, checkpoint, distance, epochs_of, equal, error_of, finish,
+    launch_command, options_of, probe, run, scalars, slow, start, train, train_command, two_nodes,
+    weights,
 )  # fmt: skip
 
 TRAINING = {"epochs": 3, "batch_size": 100, "log_interval": 1}
@@ -121,10 +121,11 @@ def test_the_launcher_restarts_a_killed_worker_from_the_checkpoint(mnist, tmp_pa
 
 
 @pytest.mark.parametrize("processes, shared", [(1, False), slow(2, False), slow(2, True)])
-def test_two_nodes(mnist, tmp_path, processes, shared):
+def test_two_nodes(mnist, tmp_path, double, processes, shared):
     folders = [tmp_path / ("shared" if shared else f"node{node}") for node in range(2)]
-    options = {**TRAINING, "epochs": 1, "lr": SMALL_LR}
-    outputs, codes = two_nodes(folders, mnist, processes, **options)
+    script = probe(tmp_path / "probe.py", "import torch; torch.set_default_dtype(torch.float64)")
+    options = {**TRAINING, "epochs": 1}
+    outputs, codes = two_nodes(folders, mnist, processes, script=script, **options)
     assert codes == [0, 0], outputs
     assert f"world size {2 * processes}" in outputs[0][0]
     assert not outputs[1][0]  # lines only from global rank 0
@@ -132,7 +133,7 @@ def test_two_nodes(mnist, tmp_path, processes, shared):
     assert shared or not list(folders[1].iterdir())  # files too
     options["batch_size"] = 200 * processes
     train("single", mnist, tmp_path / "single", **options)
-    assert distance(weights(tmp_path / "single"), weights(folders[0] / "out")) < 1e-5
+    assert distance(weights(tmp_path / "single"), weights(folders[0] / "out")) < 1e-9
 
 
 @pytest.mark.slow
