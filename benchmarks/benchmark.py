@@ -134,7 +134,7 @@ def in_turn(rounds, contenders):
     for number in range(rounds):
         for name, (measure, *_) in contenders.items():
             figures[name].append(measure())
-            print(f"round {number + 1}  {name}: {figures[name][-1]:,.1f}", file=sys.stderr)
+            print(f"round {number + 1}  {name}: {figures[name][-1]:,.3f}", file=sys.stderr)
     return figures
 
 
@@ -166,7 +166,7 @@ def report(unit, figures, contenders):
     """A Markdown table of the figures, and a line for each pair that is compared."""
     lines = [f"| contender | {unit}, median | lowest–highest |", "| --- | ---: | ---: |"]
     for name, values in figures.items():
-        middle, low, high = shown(values, 0 if min(values) >= 100 else 1)
+        middle, low, high = shown(values, 0 if min(values) >= 100 else 1 if min(values) >= 1 else 3)
         lines.append(f"| {name} | {middle} | {low}–{high} |")
     lines.append("")
     for name, (_, *against) in contenders.items():
