@@ -168,6 +168,7 @@ def test_torchrun_below_srun_and_on_platforms(monkeypatch):
     values = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "9"}
     values.update(WORLD_SIZE="2", RANK="1")
     for command in (quoted, blocks()["platform"]):
+        command = command.replace('"$@"', "--epochs 5")
         command = re.sub(r"\$(\w+)", lambda match: values[match[1]], command)
         launch, _ = check_launch(words(command), monkeypatch)
         assert (launch.nnodes, launch.node_rank, launch.master_port) == ("2", 1, 9)

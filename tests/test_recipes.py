@@ -39,7 +39,7 @@ RECIPES = {
     for name, block in marked(read(document), "recipe").items()
 }
 SCRIPT = {"fp16_dp": "data_parallel_train.py"}  # all others are for ddp_train.py
-SINCE = {"fp16": (2, 3), "compile": (2, 1), "all": (2, 1), "fsdp": (2, 6)}
+SINCE = {"fp16": (2, 3), "compile": (2, 1), "all": (2, 1), "fsdp": (2, 6), "ema": (2, 1)}
 TRAINING = {"epochs": 2, "lr": 0.01, "batch_size": 24, "log_interval": 7}
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 needs_x86 = pytest.mark.skipif(
@@ -593,7 +593,7 @@ def test_inference_from_model_pth(mnist, plain, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "shared"])
 def test_a_recipe_runs_on_two_gpus(name, mnist, tmp_path):
     script = changed(name, tmp_path / "patched")
     data_dir, options = mnist, {"bf16": {"bf16": True}, "folder": {"dataset": "folder"}}
