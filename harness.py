@@ -127,7 +127,7 @@ def pick_device(name, local_rank=None):
     """The torch.device for "auto" (a GPU if there is one), "cpu", "cuda" or "mps".
 
     With a local rank (DDP) it is the GPU of that number; "auto" takes the CPU where a node has
-    fewer GPUs than processes, and says so. Raises Problem where "cuda" is not possible.
+    fewer GPUs than processes, and says so. Raises Problem where "cuda" or "mps" is not possible.
     """
     number, gpus, processes = local_rank or 0, torch.cuda.device_count(), 1
     if local_rank is not None:
@@ -135,8 +135,11 @@ def pick_device(name, local_rank=None):
     if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         number, processes = 0, 1  # a scheduler can show each process a GPU of its own
     shortage = f"{processes} processes on this node but {gpus} GPUs: start one process per GPU"
+    mps = local_rank is None and torch.backends.mps.is_available()
+    if name == "mps" and not mps:
+        reason = "PyTorch sees none here" if local_rank is None else "DDP has no backend for it"
+        raise Problem(f"--device mps: {reason}: use --device cpu")
     if name == "auto":
-        mps = local_rank is None and torch.backends.mps.is_available()
         name = "cuda" if gpus >= processes else "mps" if mps else "cpu"
         if 0 < gpus < processes and number == 0:
             print(f"warning: training on the CPU: {shortage}", flush=True)

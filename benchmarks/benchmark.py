@@ -1,7 +1,7 @@
 """How fast the three scripts are and what they need, each against something to compare it with.
 
     python benchmarks/benchmark.py --quick                      # the main table, in three minutes
-    python benchmarks/benchmark.py --data-dir data              # all of it, in half an hour
+    python benchmarks/benchmark.py --data-dir data              # all, in half an hour to an hour
     python benchmarks/benchmark.py --only throughput --also my/ddp_train.py
 
 All contenders run in turn, --rounds times, each in processes of its own; a ratio is that of two

@@ -112,6 +112,13 @@ def double():
         yield
 
 
+@pytest.fixture(autouse=True)
+def without_gpus(request, monkeypatch):
+    """What is tested on the CPU is so on a machine with GPUs too."""
+    if request.module.__name__ not in ("test_gpu", "test_recipes"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -169,7 +176,7 @@ def run(*command, code=0, timeout=120, cwd=None, **env):
 def options_of(data_dir, out, options):
     """Keyword arguments as a script's options: batch_size=2, resume=True -> --batch-size 2 ..."""
     words = ["--data-dir", str(data_dir), "--output-dir", str(out)]
-    for name, value in options.items():
+    for name, value in {"device": "cpu", **options}.items():
         words.append(f"--{name.replace('_', '-')}")
         words += [] if value is True else [str(value)]
     return words

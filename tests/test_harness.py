@@ -59,6 +59,15 @@ def test_more_processes_than_gpus(gpus, monkeypatch, capsys):
         harness.pick_device("cuda", 0)
 
 
+def test_mps_is_for_one_process_on_a_mac(monkeypatch):
+    for there, local_rank, reason in ((False, None, "sees none"), (True, 0, "DDP has no backend")):
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: there)
+        with pytest.raises(harness.Problem, match=f"--device mps: .*{reason}"):
+            harness.pick_device("mps", local_rank)
+    assert harness.pick_device("mps") == torch.device("mps")
+    assert harness.pick_device("auto", 0) == torch.device("cpu")
+
+
 @pytest.mark.parametrize("processes", [None, "2"])
 def test_a_scheduler_that_shows_each_process_its_own_gpu(gpus, monkeypatch, processes):
     chosen = gpus(1)
