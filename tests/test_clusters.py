@@ -3,7 +3,9 @@
 import importlib
 import os
 import re
+import select
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -172,6 +174,28 @@ def test_torchrun_below_srun_and_on_platforms(monkeypatch):
         command = re.sub(r"\$(\w+)", lambda match: values[match[1]], command)
         launch, _ = check_launch(words(command), monkeypatch)
         assert (launch.nnodes, launch.node_rank, launch.master_port) == ("2", 1, 9)
+
+
+@pytest.mark.slow
+def test_a_job_without_its_rdzv_id_joins_another(tmp_path):
+    """What the text below that command says: the second waits for the first to end."""
+    path = tmp_path / "job.py"
+    path.write_text("import time\nprint('runs', flush=True)\ntime.sleep(60)")
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=c10d"]
+    command.append(f"--rdzv_endpoint=127.0.0.1:{free_port()}")
+    jobs = []
+    try:
+        for options in ([], [], ["--rdzv_id=2"]):
+            jobs.append(start_command([*command, *options, path]))
+            if len(jobs) != 2:
+                assert jobs[-1].stdout.readline() == "runs\n"
+        assert not select.select([jobs[1].stdout], [], [], 5)[0] and jobs[1].poll() is None
+    finally:
+        for job in jobs:
+            os.killpg(job.pid, signal.SIGKILL)
+        subprocess.run(["pkill", "-9", "-f", str(path)])  # the workers, which have the pipes
+        for job in jobs:
+            job.communicate()
 
 
 # Stands for srun: starts the tasks of two nodes here, each with what SLURM would tell it.

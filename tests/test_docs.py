@@ -540,14 +540,33 @@ def test_messages_are_the_real_ones(start_of, mnist, tmp_path):
     assert any(seen) if start_of == "Timed out" else all(seen), found[-3000:]
 
 
+@pytest.mark.slow
+def test_this_network_is_one_bucket(tmp_path):
+    """README: so its exchange overlaps with nothing. Twice, as DDP may cut them anew."""
+    done = two(tmp_path, f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from model import Net
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+net = DDP(Net())
+hook = lambda state, bucket: print("one bucket") or allreduce_hook(None, bucket)
+net.register_comm_hook(None, hook)
+for _ in range(2):
+    net(torch.zeros(2, 1, 28, 28), torch.zeros(2).long()).backward()
+""")  # fmt: skip
+    assert done.count("one bucket") == 2 * 2
+
+
 # The tools for a run that stands still
 
 HANG = """
-import os, sys, time
+import faulthandler, os, sys, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
 dist.init_process_group("gloo", timeout=timedelta(seconds=int(sys.argv[1])))
+if len(sys.argv) > 2:
+    faulthandler.dump_traceback_later(1 + 2 * dist.get_rank())  # or they mix
 os.write(1, b"rank %d is %d\\n" % (dist.get_rank(), os.getpid()))  # at once: lines do not mix
 if dist.get_rank() == 1:
     time.sleep(60)  # the planted fault: it skips what the others wait in
@@ -557,7 +576,8 @@ dist.all_reduce(torch.ones(1))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "tool", ["timeout=timedelta", "TORCH_DISTRIBUTED_DEBUG=DETAIL", "py-spy dump"]
+    "tool",
+    ["timeout=timedelta", "TORCH_DISTRIBUTED_DEBUG=DETAIL", "py-spy dump", "faulthandler.dump"],
 )
 def test_what_the_tools_show_of_a_hang(tool, tmp_path):
     cells = [row for row in rows(read("docs/techniques.md")) if tool in row[0]]
@@ -580,6 +600,10 @@ def test_what_the_tools_show_of_a_hang(tool, tmp_path):
             pytest.skip("py-spy may not look into other processes here")
         waiting = [rank for rank, done in stacks.items() if "all_reduce (" in done.stdout]
         assert sorted(waiting) == ["0", "2"]
+    elif tool == "faulthandler.dump":
+        stacks = run(*command, 8, "stacks", code=1).stderr.split("Timeout (")[1:]
+        waiting = [re.search(r"\d in all_reduce", stack) is not None for stack in stacks]
+        assert waiting == [True, False, True]
     elif tool == "timeout=timedelta":
         errors = run(*command, 8, code=1).stderr
         assert "Timed out waiting 8000ms for recv operation to complete" in errors

@@ -61,7 +61,7 @@ def test_more_processes_than_gpus(gpus, monkeypatch, capsys):
 
 def test_mps_is_for_one_process_on_a_mac(monkeypatch):
     for there, local_rank, reason in ((False, None, "sees none"), (True, 0, "DDP has no backend")):
-        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: there)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=there: there)
         with pytest.raises(harness.Problem, match=f"--device mps: .*{reason}"):
             harness.pick_device("mps", local_rank)
     assert harness.pick_device("mps") == torch.device("mps")

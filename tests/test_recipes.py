@@ -192,6 +192,31 @@ def test_fully_shard_gives_the_weights_of_the_plain_run(options, mnist, tmp_path
 
 
 @pytest.mark.slow
+def test_fully_shard_copies_no_weights(tmp_path):
+    """What the recipe says: with unequal seeds each rank keeps its own share of its own network."""
+    may_run_on_the_cpu("fsdp")
+    path = tmp_path / "patchwork.py"
+    path.write_text("""
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+networks = []
+for seed in range(2):
+    torch.manual_seed(seed)
+    networks.append(torch.nn.Linear(3, 2, bias=False))
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+own = fully_shard(networks[dist.get_rank()], mesh=mesh).weight.full_tensor()
+for seed in range(2):
+    torch.manual_seed(seed)
+    assert own[seed].equal(torch.nn.Linear(3, 2, bias=False).weight[seed])
+print("a patchwork")
+dist.destroy_process_group()
+""")
+    assert run(*launch_command(2, "--use_env"), path).stdout.count("a patchwork") == 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_a_stream_gives_each_sample_once(processes, mnist, double, tmp_path):
     """The shares of 1,001 images end at different moments; the batches are those of one process."""
