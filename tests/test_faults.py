@@ -41,6 +41,7 @@ def test_a_rank_dies(mnist, tmp_path, processes, rank, place, kind):
     assert done.returncode != 0
     assert time.monotonic() - began < 30 + 15  # the 15 are for starting on a busy machine
     assert_gone(str(tmp_path))
+    assert "faulty.py FAILED" in done.stderr, done.stderr
     report = done.stderr[done.stderr.index("faulty.py FAILED") :]  # the launcher's
     if kind != "exit0":
         assert re.search(rf"rank *: {rank} ", report)
