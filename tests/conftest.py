@@ -174,7 +174,7 @@ def run(*command, code=0, timeout=120, cwd=None, **env):
 
 
 def options_of(data_dir, out, options):
-    """Keyword arguments as a script's options: batch_size=2, resume=True -> --batch-size 2 ..."""
+    """batch_size=2, resume=True as options: --batch-size 2 --resume; on the CPU unless said."""
     words = ["--data-dir", str(data_dir), "--output-dir", str(out)]
     for name, value in {"device": "cpu", **options}.items():
         words.append(f"--{name.replace('_', '-')}")

@@ -83,7 +83,7 @@ def train_all(mnist, root, **options):
     for processes in (1, 2, 3, 4):
         strategy, own = ("ddp", {"processes": processes}) if processes > 1 else ("single", {})
         own["batch_size"] = 48 // processes
-        done = train(strategy, mnist, root / str(processes), device="cpu", **own, **options)
+        done = train(strategy, mnist, root / str(processes), **own, **options)
         results[processes] = root / str(processes), done.stdout
     return results
 

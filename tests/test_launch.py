@@ -92,7 +92,7 @@ LAUNCHERS = {
     "launcher", ["launch", "torchrun", slow("launch --use_env"), slow("plain")]
 )
 def test_launchers(launcher, mnist, tmp_path):
-    words = options_of(mnist, tmp_path, {**QUICK, "device": "cpu"})
+    words = options_of(mnist, tmp_path, QUICK)
     done = run(*LAUNCHERS[launcher](), ROOT / "ddp_train.py", *words, LOCAL_RANK="")
     size = 1 if launcher == "plain" else 2
     assert done.stdout.startswith(

@@ -64,9 +64,9 @@ def patch(name, folder, fuzz=0):
     assert done.returncode == 0, f"recipe {name}:\n{done.stdout}{done.stderr}"
 
 
-def train(script, data_dir, out, device="cpu", code=0, **options):
-    """Run a changed script, a DDP one on 2 processes; device "cpu" makes it exact."""
-    own = {"processes": None if script.name in SCRIPT.values() else 2, "device": device, **options}
+def train(script, data_dir, out, code=0, **options):
+    """Run a changed script, a DDP one on 2 processes."""
+    own = {"processes": None if script.name in SCRIPT.values() else 2, **options}
     return train_plain("", data_dir, out, code, 200, script.parent, script=script, **own)
 
 
@@ -79,7 +79,7 @@ def is_learning(done, share=0.3):
 def plain(mnist, tmp_path_factory):
     """What the unchanged training ends with; test_equal shows that DDP ends with the same."""
     folder = tmp_path_factory.mktemp("plain")
-    train_plain("single", mnist, folder, device="cpu", **{**TRAINING, "batch_size": 48})
+    train_plain("single", mnist, folder, **{**TRAINING, "batch_size": 48})
     return folder
 
 
@@ -154,7 +154,7 @@ def exact(mnist, tmp_path_factory):
     """The same in double precision."""
     folder = tmp_path_factory.mktemp("exact")
     with double_precision():
-        train_plain("ddp", mnist, folder, processes=2, device="cpu", **TRAINING)
+        train_plain("ddp", mnist, folder, processes=2, **TRAINING)
     return folder
 
 
@@ -168,7 +168,7 @@ def same_but_for_rounding(name, mnist, tmp_path, **options):
     """Double precision leaves nothing of it."""
     script = doubled(changed(name, tmp_path / "patched"))
     with double_precision():
-        train_plain("single", mnist, tmp_path / "plain", epochs=1, batch_size=48, device="cpu")
+        train_plain("single", mnist, tmp_path / "plain", epochs=1, batch_size=48)
         train(script, mnist, tmp_path / "out", epochs=1, batch_size=24, **options)
     assert distance(weights(tmp_path / "plain"), weights(tmp_path / "out")) < 1e-9
 
@@ -268,7 +268,7 @@ def test_fully_shard_resumes_with_another_number_of_processes(mnist, double, tmp
     script = doubled(changed("fsdp", tmp_path / "patched"))
     for epochs, processes in ((1, 2), (2, 3), (3, 1)):
         own = {"epochs": epochs, "resume": True}
-        train_plain("single", mnist, tmp_path / "plain", batch_size=48, device="cpu", **own)
+        train_plain("single", mnist, tmp_path / "plain", batch_size=48, **own)
         own.update(processes=processes, batch_size=48 // processes)
         done = train(script, mnist, tmp_path / "out", **own)
         assert [line[0] for line in epochs_of(done.stdout)] == [str(epochs)]
@@ -285,7 +285,7 @@ def test_fully_shard_resumes_with_another_number_of_processes(mnist, double, tmp
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_gradients_in_shared_memory(processes, double, tmp_path):
     data_dir = write_mnist(tmp_path / "data", 61, 11)
-    options = {"epochs": 2, "device": "cpu"}
+    options = {"epochs": 2}
     train_plain("single", data_dir, tmp_path / "plain", batch_size=12, **options)
     script = changed("shared", tmp_path / "patched")
     own = {"batch_size": 12 // processes, "processes": processes, "script": script}
@@ -304,7 +304,7 @@ def test_gradients_in_shared_memory_end_with_the_launcher(tmp_path):
     """Killed, it cannot end the rank that waits for a dead one any more."""
     data_dir = write_mnist(tmp_path / "data", 2001, 11)
     script = changed("shared", tmp_path / "patched")
-    options = {"epochs": 100000, "batch_size": 2, "device": "cpu", "log_interval": 10}
+    options = {"epochs": 100000, "batch_size": 2, "log_interval": 10}
     words = options_of(data_dir, tmp_path / "out", options)
     job = start([*launch_command(2), script, *words], cwd=script.parent)
     watchdog = threading.Timer(60, job.kill)  # where no line comes
@@ -324,7 +324,7 @@ def test_gradients_in_shared_memory_end_with_the_launcher(tmp_path):
 @pytest.mark.slow
 def test_gradients_in_shared_memory_refuse_what_they_cannot_do(mnist, tmp_path):
     script = changed("shared", tmp_path / "patched")
-    options = {"script": script, "cwd": script.parent, "device": "cpu"}
+    options = {"script": script, "cwd": script.parent}
     done = train_plain("ddp", mnist, tmp_path / "out", 1, **options)
     assert "one Linux machine" in error_of(done)
 
@@ -376,7 +376,7 @@ def test_autocast_in_forward_under_data_parallel(mnist, tmp_path):
         model.write_text(model.read_text().replace('autocast("cuda"', 'autocast("cpu"'))
     done = train(script, mnist, tmp_path / "out", device=device, **TRAINING)
     assert is_learning(done)
-    train_plain("single", mnist, tmp_path / "plain", device="cpu", **TRAINING)
+    train_plain("single", mnist, tmp_path / "plain", **TRAINING)
     assert 1e-5 < distance(weights(tmp_path / "plain"), weights(tmp_path / "out")) < 0.1
 
 
@@ -454,7 +454,7 @@ def children(pid):
 @pytest.mark.parametrize("who, when", [("launcher", 2), ("rank 1", 2), ("rank 1", 1)])
 def test_sigterm_saves_on_all_ranks_and_resume_is_exact(who, when, tmp_path):
     data_dir = write_mnist(tmp_path / "data", 2001, 11)
-    options = {"epochs": 3, "lr": 0.001, "log_interval": 10, "batch_size": 2, "device": "cpu"}
+    options = {"epochs": 3, "lr": 0.001, "log_interval": 10, "batch_size": 2}
     train_plain("ddp", data_dir, tmp_path / "plain", processes=2, **options)
     script = changed("sigterm", tmp_path / "patched")
     words = options_of(data_dir, tmp_path / "out", options)
@@ -501,7 +501,7 @@ def test_an_image_folder(tmp_path):
     assert sorted(path.name for path in images.iterdir()) == ["test", "train"]
     # The workers must also carry the data set of the plain script.
     train(script, data_dir, tmp_path / "workers", **options)
-    train_plain("ddp", data_dir, tmp_path / "a", processes=2, device="cpu", **options)
+    train_plain("ddp", data_dir, tmp_path / "a", processes=2, **options)
     assert distance(weights(tmp_path / "a"), weights(tmp_path / "workers")) < 1e-5
 
 
